@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from quire.cli.start import interruptible
+from quire.cli.terminal import interruptible
 
 SMALL = ("--num-blocks", "64", "--quiet")
 GREEDY = ("--temperature", "0", *SMALL)

@@ -53,7 +53,7 @@ def test_no_command_shows_the_help_and_is_an_error(run):
     ("words", "expected"),
     [
         (["gen"], "'gen' is no command: did you mean generate?"),
-        (["frobnicate"], "'frobnicate' is no command: choose one of serve, chat"),
+        (["frobnicate"], "'frobnicate' is no command: choose one of serve, run, ps"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (
             ["env", "--jsn"],

@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from quire.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_from
 from quire.cli.parser import Parser
-from quire.cli.start import announce_compiling, dim, interruptible, start_llm
+from quire.cli.start import announce_compiling, start_llm
+from quire.cli.terminal import dim, interruptible
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.rag.chunks import check_chunking

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.bench.table import in_seconds
 from quire.cli.parser import Collect, Parser
-from quire.cli.start import dim, interruptible
+from quire.cli.terminal import dim, interruptible
 from quire.core.errors import QuireError
 from quire.llm.progress import load_progress
 from quire.train.finetune import FinetuneJob, finetune_ranks

@@ -38,8 +38,13 @@ _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
+BUILTIN = "builtin"  # MODEL that means the built-in one
+
+
 def add_model_argument(parser: Parser, positional: bool = True) -> None:
-    meaning = "a folder, a .gguf file or a hub id (default: the built-in model)"
+    meaning = (
+        "a folder, a .gguf file or a hub id, repo:QUANT for a GGUF file there (default: the built-in model)"
+    )
     if positional:
         parser.add_argument("model_named", nargs="?", metavar="MODEL", help=meaning)
     else:
@@ -65,6 +70,8 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     if named is not None and settings["model"] is not None and named != settings["model"]:
         raise ConfigError(f"two models are named, {named!r} and --model {settings['model']!r}: give one")
     settings["model"] = named if named is not None else settings["model"]
+    if settings["model"] == BUILTIN and not Path(BUILTIN).exists():
+        settings["model"] = None
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -152,14 +159,20 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
 
 def sampling_from(arguments: argparse.Namespace, default: SamplingParams) -> SamplingParams:
     """`default` with the flags given; InvalidRequest names the flag whose value is out of range."""
-    given = {name: getattr(arguments, name, None) for name in _SAMPLING}
-    if given["use_beam_search"]:
+    given = given_sampling(arguments)
+    if given.get("use_beam_search"):
         default = default.changed(**BEAM_SAMPLING)
     try:
-        return default.changed(**{name: value for name, value in given.items() if value is not None})
+        return default.changed(**given)
     except InvalidRequest as error:
         flags = {name: f"--{name.replace('_', '-')}" for name in _SAMPLING}
         raise error.renamed(flags | {name: flag for name, (flag, *_) in _REPEATED.items()}) from None
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that flags set, under the names of SamplingParams and of requests."""
+    values = {name: getattr(arguments, name, None) for name in _SAMPLING}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _early_stopping(text: str) -> bool | str:

@@ -18,7 +18,8 @@ from quire.cli.flags import (
     structured_from,
 )
 from quire.cli.parser import Collect, Parser
-from quire.cli.start import interruptible, start_llm
+from quire.cli.start import start_llm
+from quire.cli.terminal import interruptible
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS

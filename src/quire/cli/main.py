@@ -24,6 +24,13 @@ class Command(NamedTuple):
 # A command's module is imported when it is chosen: most of them need torch, and `quire --help` must not wait for it.
 COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP with OpenAI's API"),
+    "run": Command("quire.cli.run", "talk to a model of a server that is started in the background"),
+    "ps": Command("quire.cli.ps", "list the servers that `quire run` started"),
+    "stop": Command("quire.cli.stop", "stop servers that `quire run` started"),
+    "pull": Command("quire.cli.pull", "fetch a model, so that it starts without the network"),
+    "ls": Command("quire.cli.models", "list the cached models with their size"),
+    "show": Command("quire.cli.show", "show a model's architecture, parameters, context and quantization"),
+    "rm": Command("quire.cli.rm", "remove a model from the cache"),
     "chat": Command("quire.cli.chat", "chat with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
     "ask": Command("quire.cli.ask", "answer a question from files, with the sources"),

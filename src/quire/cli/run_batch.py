@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
-from quire.cli.start import dim
+from quire.cli.terminal import dim
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.link.messages import Ready

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from quire.cli import serve_models
+from quire.cli import auto, serve_models
 from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import Collect, FlagGroup, Parser, parse_bytes
 from quire.core.config import EngineConfig
@@ -47,6 +47,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="URL",
         help="send OpenTelemetry traces to this URL (needs the extra `otel`)",
     )
+    choice = "choose quantization and max_model_len for this machine, and say why; flags that are given stay"
+    parser.add_argument("--auto", action="store_true", help=choice)
     add_engine_flags(parser, without=_OWN_FLAGS)
     more = "more models behind the same port, each started by its first request"
     parser.add_argument("more_models", nargs="*", metavar="MODEL", help=more)
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
+    if arguments.auto:
+        engine = auto.chosen(engine)
     settings = server_settings(arguments)
     if settings.served_names:
         _check_names(settings.served_names, engine)

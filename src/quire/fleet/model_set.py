@@ -346,7 +346,7 @@ def read_models(document: Mapping[str, Any]) -> list[ModelEntry]:
         keep_alive = keep_alive_seconds(fields.get("keep_alive", 300))
         if keep_alive is None:
             raise ConfigError(f"models.{name}: keep_alive is {fields['keep_alive']!r}: write seconds, or 5m")
-        flags = [_flag(key, value) for key, value in (fields.get("settings") or {}).items()]
+        flags = [flag_words(key, value) for key, value in (fields.get("settings") or {}).items()]
         entries.append(
             ModelEntry(
                 name=str(name),
@@ -365,7 +365,8 @@ def read_models(document: Mapping[str, Any]) -> list[ModelEntry]:
     return entries
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def flag_words(name: str, value: Any) -> list[str]:
+    """A setting as words of the command line."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]

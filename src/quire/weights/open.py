@@ -15,7 +15,7 @@ from quire.weights.builtin import (
 )
 from quire.weights.folder import FolderSource
 from quire.weights.gguf import GgufSource
-from quire.weights.hub import snapshot_folder
+from quire.weights.hub import gguf_file, hub_name, snapshot_folder
 from quire.weights.source import DummySource, Source
 from quire.weights.wheel import Progress
 
@@ -28,7 +28,8 @@ def open_source(
     progress: Progress | None = None,
 ) -> Source:
     """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
-    looked for in this order. With `dummy` the name of a published architecture will do as well (see architectures.py).
+    looked for in this order; a hub id may have `hf.co/` in front and `:QUANT` behind (see hub.py).
+    With `dummy` the name of a published architecture will do as well (see architectures.py).
 
     Reads no weights, but checks that files are present and complete: WeightsError or ModelError in one line if not.
     `progress` reports the download of the built-in models; the hub's library draws its own bars.
@@ -45,12 +46,16 @@ def open_source(
     if path.suffix.lower() == ".gguf" or path.is_file():
         _refuse_dummy(load_format, text)
         return GgufSource(path)
-    if _looks_like_path(text):
+    name = hub_name(text)
+    if _looks_like_path(name.repo):
         raise WeightsError(f"{text}: no such folder or file: check the path")
     if is_builtin_encoder(text, revision):
         return _folder(builtin_encoder_folder(progress), load_format, BUILTIN_ENCODER_NAME)
-    snapshot = snapshot_folder(text, revision=revision, with_weights=load_format != "dummy")
-    return _folder(snapshot, load_format, text)
+    if name.quant is not None:
+        _refuse_dummy(load_format, text)
+        return GgufSource(gguf_file(name, revision=revision), name=str(name))
+    snapshot = snapshot_folder(name.repo, revision=revision, with_weights=load_format != "dummy")
+    return _folder(snapshot, load_format, name.repo)
 
 
 def _folder(path: Path, load_format: str, name: str | None = None) -> Source:
