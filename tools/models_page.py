@@ -39,8 +39,9 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
   Take bfloat16 there: transformers keeps the last matrix of T5's feed-forward in float32 when the rest is float16, and
   Quire does not.
 
-On an H200 the flan-t5-xl shape (bfloat16, random weights) answers 64 requests of 512 → 64 tokens in 0.50 s, 14 times as fast as one by one; the
-floor by the data sheet is 0.24 s ([h200_encoder_decoder.json](../benchmarks/results/h200_encoder_decoder.json), 2026-11-16, the best of three rounds).
+On an H200 the flan-t5-xl shape (bfloat16, random weights) answers 64 requests of 512 → 64 tokens in 0.50 s, 14 times as
+fast as one by one; the floor by the data sheet is 0.24 s
+([h200_encoder_decoder.json](../benchmarks/results/h200_encoder_decoder.json), 2026-11-16, the best of three rounds).
 """
 NOTES = """
 ## What to know
