@@ -178,7 +178,8 @@ def weight_groups(model: Loadable) -> tuple[WeightGroup, ...]:
             totals[0] += num_weights
             totals[1] += num_bytes
     unsorted = [WeightGroup(*key, tuple(names), *totals) for key, (names, totals) in groups.items()]
-    order = [*dict.fromkeys(PARTS.values()), f"{EMBEDDING}, {HEAD}", VECTORS]
+    order = [part for part in dict.fromkeys(PARTS.values()) if part != VECTORS]
+    order += [f"{EMBEDDING}, {HEAD}", VECTORS]
     return tuple(
         sorted(unsorted, key=lambda group: order.index(group.part) if group.part in order else len(order))
     )

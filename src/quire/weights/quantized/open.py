@@ -32,7 +32,7 @@ class QuantizedWeights:
     @classmethod
     def of(cls, config: Mapping[str, Any], headers: Mapping[str, Header], get: Get) -> "QuantizedWeights":
         """ModelError or WeightsError in one line where config and tensors do not fit each other."""
-        if GPT_OSS in (config.get("architectures") or ()):
+        if config.get("architectures") == [GPT_OSS]:
             return cls({}, frozenset(), None, frozenset(n for n in headers if n.endswith(MXFP4_PARTS)))
         reader = _open_reader(config, headers)
         if reader is None:
