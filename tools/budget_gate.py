@@ -18,7 +18,7 @@ MAX_FILES = 520
 CORE_FILES = ("core/request.py", "core/step.py")
 CORE_FOLDERS = ("memory", "scheduler", "engine", "runner")
 FEATURES = {
-    "building an engine": ("engine/build",),
+    "building an engine": ("engine/build", "engine/policies.py"),
     "LoRA adapters": (
         "memory/adapter_pages.py",
         "scheduler/adapter_admission.py",

@@ -283,7 +283,7 @@ def test_ten_thousand_random_frames_end_no_engine():
         greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
         updates = await asyncio.wait_for(collect(client.submit([Request("after", (1, 2, 3), greedy)])), 60)
         assert len([token for update in updates for token in update.token_ids]) == 5
-        assert await client.check_integrity() is None
+        assert (await client.check_integrity()).error is None
         assert (client.ready.pid, client.num_restarts) == (pid, 0)
 
     with_engine(use)

@@ -49,6 +49,7 @@ class ScriptedEngine:
     """Stands for the engine's client; `script` holds the batches of updates that a stream gets one after another."""
 
     is_ready, status, num_restarts, num_failures, num_open, has_work = True, "ready", 0, 0, 0, False
+    can_retry = False  # there is no other engine
 
     def __init__(self, script: Sequence[Iterable[SequenceUpdate]], fault: Exception | None = None) -> None:
         self.adapters = NamedAdapters(EngineConfig().adapters)

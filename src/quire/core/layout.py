@@ -1,6 +1,5 @@
 """BlockLayout: offsets inside one block of the page-major KV pool. LayerGroups: which layers share a block."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,47 +47,6 @@ class LayerGroups:
         places |= {layer: (first + index // size, index % size) for index, layer in enumerate(inside)}
         num_window = -(-len(inside) // size)
         return cls(tuple(places[layer] for layer in range(len(windows))), first, num_window, max(windows))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Blocks that sequences need, and which of a window are still seen."""
-
-    groups: LayerGroups
-    block_size: int
-    max_step_tokens: int = 0
-
-    def whole(self, num_positions: int) -> int:
-        """Blocks of one group."""
-        return -(-num_positions // self.block_size)
-
-    @property
-    def most_kept(self) -> int:
-        """Of one window: a step's new positions, and those of the step before, which are not indexed yet."""
-        return self.whole(self.groups.window + 2 * self.max_step_tokens) + 2
-
-    def needed(self, num_positions: int, num_held: int) -> int:
-        """The most blocks that a sequence whose table has `num_held` still needs at once."""
-        new = self.whole(num_positions) - num_held // self.groups.num_groups
-        return new * self.groups.num_full + min(new, self.most_kept) * self.groups.num_window
-
-    def positions_in(self, num_blocks: int) -> int:
-        """How long one sequence may become in `num_blocks`: the inverse of `needed`."""
-        groups = self.groups
-        if num_blocks <= self.most_kept * groups.num_groups or not groups.num_window:
-            return num_blocks // groups.num_groups * self.block_size
-        if not groups.num_full:
-            return sys.maxsize
-        return (num_blocks - self.most_kept * groups.num_window) // groups.num_full * self.block_size
-
-    def first_seen(self, num_computed: int) -> int:
-        """The first block of a window that the last computed position sees; later ones see no more."""
-        return max(0, num_computed - self.groups.window) // self.block_size
-
-    def windows_of(self, index: int) -> slice:
-        """Where a table has the blocks of groups with a window."""
-        num_groups = self.groups.num_groups
-        return slice(index * num_groups + self.groups.num_full, (index + 1) * num_groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class Attention:
             self.head_dim,
             self.cos_sin,
             batch.positions,
-            batch.group(self.group).slots,
+            (batch if not self.group else batch.group(self.group)).slots,
             k_pages,
             v_pages,
             k_scales,
@@ -136,7 +136,7 @@ class Attention:
     ) -> Tensor:
         """heads [T, heads + 2 * kv_heads, head_dim], rotated; `more` arguments of the kernel, by name."""
         queries = heads[:, : self.num_heads]
-        tables = batch.group(self.group).block_tables
+        tables = (batch if not self.group else batch.group(self.group)).block_tables
         where = (k_pages, v_pages, batch.query_starts, batch.context_lens, tables)
         trees = () if batch.trees is None else (batch.trees.starts, batch.trees.ancestors)
         if batch.plans is None:

@@ -1,7 +1,9 @@
 """BlockPool: reference counts and the free list of block ids. PrefixIndex: full blocks by the hash of their content."""
 
 import hashlib
+import sys
 
+from quire.core.layout import LayerGroups
 from quire.core.request import Ints
 
 
@@ -144,3 +146,39 @@ class PrefixIndex:
         for content, block in self._block_of.items():
             if self._hash_of[block] != content:
                 raise RuntimeError(f"the prefix index names block {block} for a content it does not hold")
+
+
+class BlockCounts:
+    """Blocks that sequences need, and which of a window are still seen."""
+
+    def __init__(self, groups: LayerGroups, block_size: int, max_step_tokens: int = 0) -> None:
+        self._num_groups, self._num_full = groups.num_groups, groups.num_full
+        self._num_window, self._window = groups.num_window, groups.window
+        self._block_size = block_size
+        # of one window: a step's new positions, and those of the step before, which are not indexed yet
+        self._most_kept = self.whole(groups.window + 2 * max_step_tokens) + 2
+
+    def whole(self, num_positions: int) -> int:
+        """Blocks of one group."""
+        return -(-num_positions // self._block_size)
+
+    def needed(self, num_positions: int, num_held: int) -> int:
+        """The most blocks that a sequence whose table has `num_held` still needs at once."""
+        new = self.whole(num_positions) - num_held // self._num_groups
+        return new * self._num_full + min(new, self._most_kept) * self._num_window
+
+    def positions_in(self, num_blocks: int) -> int:
+        """How long one sequence may become in `num_blocks`: the inverse of `needed`."""
+        if num_blocks <= self._most_kept * self._num_groups or not self._num_window:
+            return num_blocks // self._num_groups * self._block_size
+        if not self._num_full:
+            return sys.maxsize
+        return (num_blocks - self._most_kept * self._num_window) // self._num_full * self._block_size
+
+    def first_seen(self, num_computed: int) -> int:
+        """The first block of a window that the last computed position sees; later ones see no more."""
+        return max(0, num_computed - self._window) // self._block_size
+
+    def windows_of(self, index: int) -> slice:
+        """Where a table has the blocks of groups with a window."""
+        return slice(index * self._num_groups + self._num_full, (index + 1) * self._num_groups)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from quire.core.layout import BlockCounts, LayerGroups
+from quire.core.layout import LayerGroups
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
-from quire.memory.blocks import BlockPool, PrefixIndex
+from quire.memory.blocks import BlockCounts, BlockPool, PrefixIndex
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.swap import PendingTransfers, SwapSpace
 
