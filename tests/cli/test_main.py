@@ -11,6 +11,12 @@ from quire.cli import main as cli
 from quire.core.errors import InvalidRequest
 
 
+def test_the_http_process_of_a_server_does_without_torch():
+    code = "import sys, quire.cli.serve, quire.server.app\nsys.exit('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_help_lists_every_command_without_loading_torch():
     code = (
         "import sys\nfrom quire.cli.main import main\nmain(['--help'])\n"

@@ -163,7 +163,7 @@ def test_unknown_models_paths_and_methods_have_anthropics_shape_too(
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(**ask(model="claude-17"))
     assert caught.value.body["error"]["type"] == "not_found_error"
-    assert server.post("/v1/messages/batches", json={}).json()["error"]["type"] == "not_found_error"
+    assert server.post("/v1/messages/other", json={}).json()["error"]["type"] == "not_found_error"
     assert server.get("/v1/messages").json()["type"] == "error"
     for content in (b"{", b"[]", rb'{"max_tokens": 1, "messages": [{"role": "user", "content": "\ud800"}]}'):
         answer = server.post("/v1/messages", content=content, headers={"Content-Type": "application/json"})

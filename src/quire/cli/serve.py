@@ -5,10 +5,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
-from quire.cli import auto, serve_models
-from quire.cli.flags import add_engine_flags, engine_settings
+from quire.cli.flags import add_engine_flags, engine_settings, parse_gigabytes
 from quire.cli.parser import Collect, FlagGroup, Parser, parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -22,6 +22,8 @@ from quire.text.reasoning import REASONING_PARSERS
 from quire.text.tools.formats import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
+# these load torch, which the HTTP process of a plain server does without
+SEVERAL_MODELS, AUTO = "quire.cli.serve_models", "quire.cli.auto"
 # the server bounds its queue itself, before the engine's, and has several names
 _OWN_FLAGS = ("max_queue_requests", "max_queue_tokens", "served_model_name")
 
@@ -34,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--trust-request-chat-template", action="store_true", default=None, help=templates)
     _add_formats(parser.group("answers"))
     _add_names(parser.group("names"))
-    serve_models.add_arguments(parser.group("several models"))
+    _add_models(parser.group("several models"))
     _add_embeddings(parser.group("embeddings"))
     _add_files(parser.group("files and vector stores"))
     _add_replicas(parser.group("replicas"))
@@ -56,13 +58,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _set_up_logs(arguments)
-    if serve_models.is_asked(arguments):
-        return serve_models.run(arguments, arguments.host or DEFAULTS.host, _port(arguments))
+    if arguments.models is not None or arguments.more_models:
+        front = import_module(SEVERAL_MODELS)
+        return int(front.run(arguments, arguments.host or DEFAULTS.host, _port(arguments)))
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
     if arguments.auto:
-        engine = auto.chosen(engine)
+        engine = import_module(AUTO).chosen(engine)
     settings = server_settings(arguments)
     if settings.served_names:
         _check_names(settings.served_names, engine)
@@ -124,6 +127,19 @@ def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
     if named is not None and not from_environment:
         raise ConfigError("QUIRE_API_KEY holds no key: give one, or unset it to let anyone ask")
     return tuple(dict.fromkeys(keys + from_environment))
+
+
+def _add_models(group: FlagGroup) -> None:
+    group.add_argument(
+        "--models", metavar="FILE", help="YAML file of models, each started by its first request"
+    )
+    group.add_argument(
+        "--models-memory", type=parse_gigabytes, metavar="GB", help="memory of all of them together"
+    )
+    group.add_argument("--models-max", type=int, metavar="N", help="models at a time (default: 16)")
+    group.add_argument(
+        "--keep-alive", help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never)"
+    )
 
 
 def _add_network(group: FlagGroup) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from quire.bench.capacity import Device, plan_capacity
-from quire.cli.flags import parse_gigabytes
-from quire.cli.parser import FlagGroup, read_config_file
+from quire.cli.parser import read_config_file
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
@@ -27,25 +26,6 @@ UNKNOWN_NEED = 2 << 30  # of a model that is not here yet
 # Flags of the front, which the models' servers do not get. The value is how many words follow.
 _OWN = {"--host": 1, "--port": 1, "--models": 1, "--models-memory": 1, "--models-max": 1, "--keep-alive": 1}
 _FIELDS = {"models", "memory", "max_running"}
-
-
-def add_arguments(group: FlagGroup) -> None:
-    group.add_argument(
-        "--models", metavar="FILE", help="YAML file of models, each started by its first request"
-    )
-    group.add_argument(
-        "--models-memory", type=parse_gigabytes, metavar="GB", help="memory of all of them together"
-    )
-    group.add_argument(
-        "--models-max", type=int, metavar="N", help=f"models at a time (default: {MAX_RUNNING})"
-    )
-    group.add_argument(
-        "--keep-alive", help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never)"
-    )
-
-
-def is_asked(arguments: argparse.Namespace) -> bool:
-    return arguments.models is not None or bool(arguments.more_models)
 
 
 def run(arguments: argparse.Namespace, host: str, port: int) -> int:

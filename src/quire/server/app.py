@@ -67,7 +67,6 @@ def create_app(service: Service, keys: Keys | None = None) -> FastAPI:
     app = FastAPI(title="Quire", version=__version__, redoc_url=None)
     routers = [router(service) for router in ROUTERS]
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    app.state.paths = frozenset(route.path for route in routes)
     for router in (_literal_paths(routes), *routers):
         app.include_router(router)
     app.openapi = lambda: without_422(app)  # type: ignore[method-assign]

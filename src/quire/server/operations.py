@@ -49,7 +49,7 @@ def operations_router(service: Service) -> APIRouter:
     async def root(request: Request) -> Response:
         """What answers here; for a browser the page."""
         if wants_page(service, request):
-            return file_reply("index.html", request)
+            return file_reply(service, "index.html", request)
         return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
 
     @router.head("/health", include_in_schema=False)

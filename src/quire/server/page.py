@@ -31,7 +31,7 @@ def page_router(service: Service) -> APIRouter:
 
     @router.get("/page/{name}")
     async def page_file(name: str, request: Request) -> Response:
-        return file_reply(name, request)
+        return file_reply(service, name, request)
 
     return router
 
@@ -41,11 +41,11 @@ def wants_page(service: Service, request: Request) -> bool:
     return service.settings.page and "text/html" in request.headers.get("accept", "")
 
 
-def file_reply(name: str, request: Request) -> Response:
+def file_reply(service: Service, name: str, request: Request) -> Response:
     """One file of the page, if the client does not have it already."""
     if name not in _names():
         raise HTTPException(404)
-    data, packed, tag = _file(name, _views(request))
+    data, packed, tag = _file(name, "files" if service.settings.keeps_files else "")
     headers = {**HEADERS, "ETag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
@@ -60,14 +60,9 @@ def _names() -> frozenset[str]:
     return frozenset(path.name for path in files(__package__).joinpath(FOLDER).iterdir())
 
 
-def _views(request: Request) -> str:
-    """Views of endpoints that not every server has."""
-    return "files" if "/v1/files" in request.app.state.paths else ""
-
-
 @cache
 def _file(name: str, views: str) -> tuple[bytes, bytes, str]:
-    """The file, the same compressed, and its tag."""
+    """The file, the same compressed, and its tag. `views`: of endpoints that not every server has."""
     data = files(__package__).joinpath(FOLDER, name).read_bytes()
     if name == "index.html":
         data = data.replace(b"{{version}}", __version__.encode()).replace(b"{{views}}", views.encode())
