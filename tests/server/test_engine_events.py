@@ -46,7 +46,7 @@ def listening(server: RunningServer) -> Iterator[FeedMirror]:
         reader.join(10)
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"

@@ -85,7 +85,8 @@ def operations_router(service: Service) -> APIRouter:
         """Recounts every block of the pool, and returns how many are in use; of replicas together."""
         client = service.client
         with engine_call():
-            recounts = [await engine.check_integrity() for engine in client.engines]
+            serving = [engine for engine in client.engines if engine.is_ready] or client.engines
+            recounts = [await engine.check_integrity() for engine in serving]
         return JsonReply(_recounted(recounts, client.num_open))
 
     @router.post("/v1/load_lora_adapter", responses=ERRORS)
