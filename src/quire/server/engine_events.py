@@ -60,9 +60,9 @@ def engine_events_router(service: Service) -> APIRouter:
     async def engine_request(request_id: str, request: Request) -> Response:
         """Tokens and block tables of a request that has not ended; text only for its own key and for operators."""
         with engine_call():
-            shown_by = [
-                await engine.show_request(request_id) for engine in service.client.engines if engine.is_ready
-            ]
+            engines = service.client.engines
+            serving = [engine for engine in engines if engine.is_ready] or engines
+            shown_by = [await engine.show_request(request_id) for engine in serving]
         sequences = next((sequences for sequences in shown_by if sequences), ())
         if not sequences:
             raise ApiError(
