@@ -75,12 +75,12 @@ def _entries(folder: Path, kind: str) -> Iterator[CachedItem]:
 def _hub_models() -> Iterator[CachedItem]:
     """Models in the hub library's own cache; nothing where that library or its cache is absent."""
     try:
-        from huggingface_hub import scan_cache_dir
+        from huggingface_hub import constants, scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
     except ImportError:
         return
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)  # its default is fixed when the library is loaded
     except CacheNotFound:
         return
     for repository in cache.repos:
