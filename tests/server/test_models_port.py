@@ -127,5 +127,5 @@ def test_flags_of_the_command_line_go_to_every_model() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     running = RunningServer("--models", str(tmp_path / "none.yaml"))
     assert running.process.wait(60) == 2
-    assert any("cannot be read" in line for line in running.lines)
+    assert any("--models" in line and "cannot be read" in line for line in running.lines)
     running.close()

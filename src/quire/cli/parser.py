@@ -280,12 +280,12 @@ def advice(flag: str, known: Collection[str]) -> str | None:
 # ---------------------------------------------------------------------- files
 
 
-def read_config_file(path: str) -> dict[str, Any]:
-    """The top-level mapping of a JSON or YAML file."""
+def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
+    """The top-level mapping of a JSON or YAML file, which `flag` named."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error})") from error
+        raise ConfigError(f"{flag} {path}: cannot be read ({error})") from error
     content = _parsed(path, text)
     if content is None:
         return {}

@@ -12,6 +12,8 @@ from quire.fleet.policies import DEFAULT, POLICIES
 from quire.fleet.proxy import RouterApp
 from quire.fleet.servers import CACHE_TOKENS, Servers
 from quire.observe import logs
+from quire.server.run import bind
+from quire.server.settings import ServerSettings
 
 HOST, PORT = "127.0.0.1", 8001
 
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.cache_tokens < 1:
         raise ConfigError(f"--cache-tokens is {arguments.cache_tokens}: give 1 or more")
     servers = Servers(arguments.urls, arguments.policy, arguments.cache_tokens)
-    listener = _bind(arguments.host, arguments.port)
+    listener = bind(ServerSettings(host=arguments.host, port=arguments.port))
     try:
         asyncio.run(_serve(servers, listener))
     finally:
@@ -68,17 +70,3 @@ async def _serve(servers: Servers, listener: socket.socket) -> None:
         await uvicorn.Server(config).serve(sockets=[listener])
     finally:
         await servers.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({why}): choose another --host or --port"
-        ) from error
-    return listener

@@ -19,6 +19,8 @@ from quire.core.errors import ConfigError, QuireError
 from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
 from quire.fleet.models_app import ModelsApp
 from quire.observe import logs
+from quire.server.run import bind
+from quire.server.settings import ServerSettings
 
 MEMORY_SHARE = 0.8  # of this machine's, for all models together
 MAX_RUNNING = 16
@@ -29,7 +31,7 @@ _FIELDS = {"models", "memory", "max_running"}
 
 
 def run(arguments: argparse.Namespace, host: str, port: int) -> int:
-    document = read_config_file(arguments.models) if arguments.models else {}
+    document = read_config_file(arguments.models, "--models") if arguments.models else {}
     unknown = sorted(set(document) - _FIELDS)
     if unknown:
         raise ConfigError(
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace, host: str, port: int) -> int:
     most = arguments.models_max or document.get("max_running") or MAX_RUNNING
     if most < 1:
         raise ConfigError(f"--models-max is {most}: give 1 or more")
-    listener = bind(host, port)
+    listener = bind(ServerSettings(host=host, port=port))
     common = common_flags(arguments.given_words, named)
     try:
         asyncio.run(_serve(entries, int(memory), most, common, listener))
@@ -90,19 +92,6 @@ def estimated(entry: ModelEntry) -> int:
 
 def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({error}): choose another --host or --port"
-        ) from error
-    return listener
 
 
 async def _serve(

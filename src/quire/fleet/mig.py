@@ -33,7 +33,6 @@ class Card:
 
     name: str
     device: str
-    product: str  # as the device plugin labels it
     num_sms: int
     slice_sms: int  # of one compute slice
     memory_bytes: int
@@ -72,10 +71,10 @@ def _profiles(sizes: str) -> tuple[Profile, ...]:
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40g", "a100-40g", "NVIDIA-A100-SXM4-40GB", 108, 14, 40 * GB, _profiles("5 10 10 20 20 40")),
-        Card("a100-80g", "a100-80g", "NVIDIA-A100-SXM4-80GB", 108, 14, 80 * GB, _profiles("10 20 20 40 40 80")),
-        Card("h100", "h100", "NVIDIA-H100-80GB-HBM3", 132, 16, 80 * GB, _profiles("10 20 20 40 40 80")),
-        Card("h200", "h200", "NVIDIA-H200", 132, 16, 141 * GB, _profiles("18 35 35 71 71 141")),
+        Card("a100-40g", "a100-40g", 108, 14, 40 * GB, _profiles("5 10 10 20 20 40")),
+        Card("a100-80g", "a100-80g", 108, 14, 80 * GB, _profiles("10 20 20 40 40 80")),
+        Card("h100", "h100", 132, 16, 80 * GB, _profiles("10 20 20 40 40 80")),
+        Card("h200", "h200", 132, 16, 141 * GB, _profiles("18 35 35 71 71 141")),
     )
 }  # fmt: skip
 
@@ -86,10 +85,9 @@ def find_card(name: str) -> Card:
     for card in CARDS.values():
         if plain in (key := card.name.replace("-", ""), key + "b"):
             return card
-    near = difflib.get_close_matches(name.lower(), CARDS, n=1) or list(CARDS)
-    raise ConfigError(
-        f"{name!r} is no GPU with MIG that is known: choose one of {', '.join(CARDS)} (nearest: {near[0]})"
-    )
+    near = difflib.get_close_matches(name.lower(), CARDS, n=1)
+    hint = f" (nearest: {near[0]})" if near else ""
+    raise ConfigError(f"{name!r} is no GPU with MIG that is known: choose one of {', '.join(CARDS)}{hint}")
 
 
 @dataclass(frozen=True, slots=True, order=True)

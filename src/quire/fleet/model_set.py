@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -320,7 +320,6 @@ class ModelSet:
         ]
 
 
-Waited = Callable[[], Awaitable[None]]
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from quire.core.errors import ConfigError
 from quire.fleet.mig import COMPUTE_SLICES, MEMORY_SLICES, Card, Layout, Profile, place
 
 ROUNDS = 200  # of local search, each over all GPUs
@@ -133,13 +132,3 @@ def moved(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> int:
     new = [Counter(gpu.demands) for gpu in after]
     same = sum((a & b).total() for a, b in zip(old, new, strict=False))
     return sum(one.total() for one in new) - same
-
-
-def check_fits(model: str, needed: int, card: Card) -> None:
-    """ConfigError where not even the whole GPU holds the model."""
-    if needed > card.memory_bytes:
-        ranks = math.ceil(needed / card.memory_bytes)
-        raise ConfigError(
-            f"{model} needs {needed / 1e9:.0f} GB and {card.name} has {card.memory_bytes / 1e9:.0f}: serve it on "
-            f"{ranks} whole GPUs (--tensor-parallel-size {ranks}) or in fewer bits (--quantization int4)"
-        )

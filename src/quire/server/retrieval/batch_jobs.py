@@ -57,7 +57,7 @@ class _Job:
     is_cancelled: bool = False
 
 
-class _Progress:
+class _BatchProgress:
     """Notes the latest counts, at most once in NOTED_SECONDS."""
 
     def __init__(self, note: Callable[[BatchSummary], Coroutine[Any, Any, None]]) -> None:
@@ -174,7 +174,7 @@ class BatchJobs:
             self._slots = asyncio.Semaphore(count)
         rows = await self._retrieval.run(RowFile, str(self.rows_path(batch)), resume=True)
         before = await self._retrieval.run(count_rows, self.rows_path(batch))
-        progress = _Progress(lambda summary: self._note(batch, before, summary))
+        progress = _BatchProgress(lambda summary: self._note(batch, before, summary))
         app = create_app(self._service, OneOwner(batch.owner))
         run = BatchRun(self._service, app, rows, progress, self._slots)
         left = batch.expires_at - now()
