@@ -107,7 +107,7 @@ def test_a_long_sequence_holds_the_blocks_of_its_window(
     sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     with open_llm(tmp_path, max_num_seqs=1, **settings) as llm:
         memory = llm.engine.memory
-        window = memory._counts.groups.window
+        window = memory._counts._window
         assert (memory.num_full, memory.num_groups) == (num_full, groups)
         llm.engine.add(Request("long", tuple(text), sampling))
         while llm.engine.has_work:

@@ -15,6 +15,7 @@ import msgspec
 from quire.core.request import Phase, Sequence
 from quire.core.stats import EngineStats
 from quire.core.step import Step, StepResult
+from quire.memory.blocks import REUSED, TAKEN
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:  # they bring torch, which the client's process does without
@@ -226,9 +227,8 @@ class EngineFeed:
         self._adapter_blocks, self._drafts = adapter_blocks, drafts
         events: dict[str, list[int]] = {"evicted": [], "hits": []}
         if old:
-            cached = [block for block in changed if old[block] == CACHED]
-            events["evicted"] = [block for block in cached if changed[block]]
-            events["hits"] = [block for block in cached if not changed[block]]
+            events["evicted"] = [b for b, change in changed.items() if change & TAKEN and old[b] == CACHED]
+            events["hits"] = [b for b, change in changed.items() if change & REUSED]
             self._num_evicted += len(events["evicted"])
         else:
             self._states = bytearray(memory.num_blocks + 1)

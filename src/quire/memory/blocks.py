@@ -6,6 +6,9 @@ import sys
 from quire.core.layout import LayerGroups
 from quire.core.request import Ints
 
+TAKEN = 1  # for new content
+REUSED = 2  # with its content, after it was free
+
 
 class BlockPool:
     """Ids 1 … num_blocks. Block 0 is never given out, so it serves as the free list's sentinel, and a table may hold
@@ -21,8 +24,8 @@ class BlockPool:
         self.ref_counts = [1] + [0] * num_blocks  # that of block 0 never ends
         self._next: list[int] = [*range(1, num_blocks + 1), 0]  # 0 → 1 → 2 → … → 0
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
-        # Blocks whose references changed, and whether they were taken for new content; None: not watched.
-        self.changed: dict[int, bool] | None = None
+        # Blocks whose references changed, with TAKEN and REUSED as flags; None: not watched.
+        self.changed: dict[int, int] | None = None
 
     @property
     def num_used(self) -> int:
@@ -36,16 +39,17 @@ class BlockPool:
         self._unlink(block)
         self.ref_counts[block] = 1
         if self.changed is not None:
-            self.changed[block] = True
+            self.changed[block] = self.changed.get(block, 0) | TAKEN
         return block
 
     def share(self, block: int) -> None:
         """One more reference; a free block leaves the free list with its content."""
-        if self.ref_counts[block] == 0:
+        is_free = self.ref_counts[block] == 0
+        if is_free:
             self._unlink(block)
         self.ref_counts[block] += 1
         if self.changed is not None:
-            self.changed.setdefault(block, False)
+            self.changed[block] = self.changed.get(block, 0) | REUSED * is_free
 
     def release(self, block: int, keep: bool = True) -> None:
         """One reference less; a block without any joins the free list: at its end to `keep` the content, else at its
@@ -56,7 +60,7 @@ class BlockPool:
             raise RuntimeError(f"block {block} was released more often than it was taken")
         self.ref_counts[block] = count
         if self.changed is not None:
-            self.changed.setdefault(block, False)
+            self.changed.setdefault(block, 0)
         if count == 0:
             before, after = (self._previous[0], 0) if keep else (0, self._next[0])
             self._next[before] = block
