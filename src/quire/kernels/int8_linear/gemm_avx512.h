@@ -9,9 +9,11 @@ namespace QUIRE_ISA {
 // follow one another, so beyond a block's end lies the one that comes next.
 constexpr int64_t kPrefetchBytes = 4096;
 
+// Loops over rows are unrolled before sums are given registers, also where GCC does not inline this.
 template <int kRows>
 inline void gemm_rows(const GemmInput& input, int32_t* result) {
     __m512i sums[kRows][2];
+#pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
         sums[row][0] = _mm512_loadu_si512(input.start);
         sums[row][1] = _mm512_loadu_si512(input.start + kChannels);
@@ -22,6 +24,7 @@ inline void gemm_rows(const GemmInput& input, int32_t* result) {
         const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
         __builtin_prefetch(first + kPrefetchBytes);
         __builtin_prefetch(second + kPrefetchBytes);
+#pragma GCC unroll 12
         for (int row = 0; row < kRows; ++row) {
             int32_t bytes;
             std::memcpy(&bytes, input.x + row * input.x_stride + group * kGroup, sizeof bytes);
@@ -32,6 +35,7 @@ inline void gemm_rows(const GemmInput& input, int32_t* result) {
         first += kChannels * kGroup;
         second += kChannels * kGroup;
     }
+#pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
         _mm512_storeu_si512(result + row * kPairChannels, sums[row][0]);
         _mm512_storeu_si512(result + row * kPairChannels + kChannels, sums[row][1]);
