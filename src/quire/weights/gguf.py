@@ -27,6 +27,7 @@ from quire.weights.gguf_decoders import (
     block_names,
     family_layout,
     partial_rotation,
+    t5_config,
 )
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
@@ -243,8 +244,8 @@ class _Keys:
         # GGUF keeps float32; 1e-05 shall come back as 1e-05
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    def has(self, suffix: str) -> bool:
-        return f"blk.0.{suffix}" in self.file.tensors
+    def has(self, suffix: str, prefix: str = "blk.0.") -> bool:
+        return f"{prefix}{suffix}" in self.file.tensors
 
     def floats(self, name: str) -> np.ndarray | None:
         """A small tensor of float32, None where the file has none of this name."""
@@ -374,6 +375,7 @@ _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "gpt2": _gpt2,
+    "t5": t5_config,
 }
 ARCHITECTURES = frozenset((*_BUILDERS, *DECODERS))
 
@@ -473,17 +475,17 @@ def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -
     stem, _, suffix = name.rpartition(".")
     top = TOPS.get(architecture, _LLAMA_TOP)
     block = {**_LLAMA_BLOCK, **block_names(architecture, config)}
-    prefix = PREFIXES.get(architecture, "model.layers")
+    half, _, rest = stem.partition("blk.")  # T5 has "enc." and "dec." in front
+    prefix = PREFIXES.get(half or architecture, "model.layers")
     if architecture == "gpt2":
         top, block, prefix = _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
     if stem.split(".")[-1] in _DERIVED:
         return None
     if stem in top:
         return f"{top[stem]}.{suffix}"
-    head, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if head == "blk" and part in block:
-        return f"{prefix}.{int(layer)}.{block[part]}.{suffix}"
+    if layer.isdecimal() and half + part in block:
+        return f"{prefix}.{int(layer)}.{block[half + part]}.{suffix}"
     raise ModelError(
         f"GGUF tensor {name!r} is not one that a {architecture} model has here: the variant is not supported"
     )
