@@ -1,5 +1,6 @@
 """GgufSource: weights, config, tokenizer and template from one GGUF file, under a Hugging Face checkpoint's names."""
 
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -182,8 +183,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
+        close = [name for name in ARCHITECTURES if architecture.startswith(name)]  # t5encoder
+        close = close or difflib.get_close_matches(architecture, sorted(ARCHITECTURES), 1, cutoff=0.7)
+        nearest = f"the nearest is {close[0]}; " if close else ""
         raise ModelError(
-            f"{file.path}: GGUF architecture {architecture!r} is not known here: known are {known}"
+            f"{file.path}: GGUF architecture {architecture!r} is not known here: {nearest}known are {known}"
         )
     if metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(
