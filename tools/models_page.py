@@ -33,7 +33,9 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
 - **Chat**: these models have no chat template. Without `--chat-template` the prompt is the messages' texts, one after
   the other.
 - **Refused**, each in one line: `echo`, `prompt_logprobs`, adapters, speculation, `--pin-prefix`, `--kv-offload-gb`,
-  `--cpu-offload-gb`, `--weights-memory-gb`. GGUF files of T5 are not read.
+  `--cpu-offload-gb`, `--weights-memory-gb`.
+- **GGUF** files of T5 and mT5 do not name the activation of the feed-forward: a gate has GELU, a plain matrix ReLU, as
+  in llama.cpp. Files of an encoder alone (`t5encoder`) and of UMT5 are refused.
 - **Kernels**: scores by distance (T5) are computed by the attention kernels over pages on CPU and GPU. On a GPU the
   encoder runs without a CUDA graph, its attention by torch's fused kernel; decodes run in graphs.
   Take bfloat16 there: transformers keeps the last matrix of T5's feed-forward in float32 when the rest is float16, and
@@ -76,8 +78,8 @@ def page() -> str:
     """The whole page."""
     generating = {name: known for name, known in KNOWN.items() if known.task == "generate"}
     decoders = {name: known for name, known in generating.items() if not known.encoder_decoder}
-    pairs = [f"| `{name}` | {known.models} |" for name, known in generating.items() if known.encoder_decoder]
-    pair_rows = "\n".join(pairs)
+    pairs = {name: known for name, known in generating.items() if known.encoder_decoder}
+    pair_rows = "\n".join(_row(name, known, windows=False) for name, known in pairs.items())
     encoders = [f"`{name}`" for name, known in KNOWN.items() if known.task == "embed"]
     rows = "\n".join(_row(name, known) for name, known in decoders.items())
     texts = "\n".join(f"| `{name}` | `{text}` |" for name, (_, text) in TEXT_PARTS.items())
@@ -90,8 +92,8 @@ def page() -> str:
 
 ## Encoder-decoder models
 
-| architecture | models |
-| --- | --- |
+| architecture | models | GGUF |
+| --- | --- | --- |
 {pair_rows}
 {PAIRS}
 ## Text parts
@@ -108,9 +110,10 @@ For `/v1/embeddings` and `quire.Embedder`: {", ".join(encoders)}.
 {NOTES}"""
 
 
-def _row(name: str, known: Architecture) -> str:
+def _row(name: str, known: Architecture, *, windows: bool = True) -> str:
     gguf = f"`{known.gguf}`" if known.gguf else "no"
-    return f"| `{name}` | {known.models} | {gguf} | {'yes' if known.windows else 'no'} |"
+    row = f"| `{name}` | {known.models} | {gguf} |"
+    return f"{row} {'yes' if known.windows else 'no'} |" if windows else row
 
 
 if __name__ == "__main__":

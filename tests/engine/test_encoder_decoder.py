@@ -1,6 +1,7 @@
 """Encoder-decoder models give transformers' tokens, however they are batched, preempted, sampled or found again."""
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder = tmp_path_factory.mktemp(variant)
             made[variant] = folder, save(folder, VARIANTS[variant](), untied="untied" in variant)
         return made[variant]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def roomy_tokens(checkpoints: Any) -> Any:
+    """The tokens of requests that are never preempted, by variant, made once."""
+
+    @cache
+    def get(variant: str) -> tuple[list[list[int]], list[SamplingParams], list[list[list[int]]]]:
+        texts = prompts(5, 16, 11, 20, 9, 3, 17, 8)
+        sampling = [_mixed()[i % 4] for i in range(len(texts))]
+        llm = _llm(checkpoints(variant)[0], block_size=4)
+        expected = _tokens(llm, texts, sampling)
+        llm.close()
+        return texts, sampling, expected
 
     return get
 
@@ -119,14 +136,10 @@ def _mixed() -> list[SamplingParams]:
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted_requests_give_the_same_tokens(
-    variant: str, mode: str, steps_in_flight: int, checkpoints: Any
+    variant: str, mode: str, steps_in_flight: int, checkpoints: Any, roomy_tokens: Any
 ) -> None:
     folder, _ = checkpoints(variant)
-    texts = prompts(5, 16, 11, 20, 9, 3, 17, 8)
-    sampling = [_mixed()[i % 4] for i in range(len(texts))]
-    roomy = _llm(folder, block_size=4)
-    expected = _tokens(roomy, texts, sampling)
-    roomy.close()
+    texts, sampling, expected = roomy_tokens(variant)
     llm = _llm(
         folder, block_size=4, num_blocks=26, max_num_seqs=8, preemption_mode=mode,
         steps_in_flight=steps_in_flight,

@@ -150,11 +150,33 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> Non
         ("GraniteSpeechForCausalLM", "the nearest is GraniteForCausalLM;"),
         ("MllamaForConditionalGeneration", r"cross-attention: take a Llama 3\.1 or 3\.2 text model"),
         ("RWKV", "none is near;"),
+        ("DeepseekV3ForCausalLM", r"latent vectors \(MLA\): take a distilled model"),
+        (
+            "FalconMambaForCausalLM",
+            "recurrent state, not K and V: take a model with attention in every layer",
+        ),
+        ("WhisperForConditionalGeneration", "it reads audio, and Quire serves text;"),
+        ("Qwen3VLForConditionalGeneration", "the nearest is Qwen3ForCausalLM;"),
+        ("LlavaForConditionalGeneration", "the nearest is LlamaForCausalLM;"),
+        ("UMT5ForConditionalGeneration", "the nearest is MT5ForConditionalGeneration;"),
     ],
 )
 def test_an_unknown_architecture_is_told_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ModelError, match=rf"architecture {name} is not known: .*{nearest}"):
         describe({"architectures": [name]})
+
+
+def test_an_unknown_encoder_is_told_the_nearest_of_its_kind() -> None:
+    with pytest.raises(ModelError, match="the nearest is ModernBertForSequenceClassification;"):
+        describe({"architectures": ["DebertaV2ForSequenceClassification"]}, "embed")
+    with pytest.raises(ModelError, match="CLIPModel is no encoder that is known here: it reads images"):
+        describe({"architectures": ["CLIPModel"]}, "embed")
+
+
+def test_a_config_without_architectures_is_told_which_to_add() -> None:
+    said = r"no architectures \(model_type 'qwen3_moe'\): the nearest is Qwen3MoeForCausalLM; add \"architectures\""
+    with pytest.raises(ModelError, match=said):
+        describe({"model_type": "qwen3_moe"})
 
 
 def in_a_multimodal_folder(folder: Path, outer: str) -> None:

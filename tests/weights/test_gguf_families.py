@@ -10,13 +10,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from quire import LLM, SamplingParams
+from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
 from quire.models.registry import describe
 from quire.quant.encoded import Encoded, floats
 from quire.weights.architectures import KNOWN
 from quire.weights.gguf import ARCHITECTURES, GgufSource
-from tests.models import checkpoints
+from tests.models import checkpoints, seq2seq
 from tests.models.checkpoints import prompts, reference_logits, save
 from tests.models.paging import run_chunked
 from tests.weights.gguf_writing import permuted, write
@@ -168,6 +170,112 @@ def test_blocks_of_a_reordered_matrix_keep_their_rows(
             assert isinstance(tensor, Encoded)
             right = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(right.numpy(), kind), kind))
         assert torch.equal(floats(tensor).float(), right), name
+
+
+T5S = {
+    "t5": seq2seq.t5(d_kv=16, num_decoder_layers=2, relative_attention_num_buckets=8),
+    "flan": seq2seq.flan(d_model=64, d_kv=16, d_ff=96),
+    "mt5": seq2seq.mt5(num_layers=2),
+}
+# As T5's SentencePiece model has them, and then pieces of one and two letters.
+PIECES = [
+    "<pad>",
+    "</s>",
+    "<unk>",
+    *(f"\u2581{a}" for a in "abcdefghij"),
+    *"abcdefghijklmnopqrstuvwxyz\u2581",
+]
+PIECES += [f"{a}{b}" for a in "aeiou" for b in "bcdfghlmnrst"][: seq2seq.VOCAB - len(PIECES)]
+PIECES_METADATA = {
+    "tokenizer.ggml.model": "t5",
+    "tokenizer.ggml.tokens": PIECES,
+    "tokenizer.ggml.scores": [
+        -float(index % 7) - len(PIECES) / (1 + len(p)) for index, p in enumerate(PIECES)
+    ],
+    "tokenizer.ggml.token_type": [3, 3, 2, *[1] * (len(PIECES) - 3)],
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 2,
+    "tokenizer.ggml.padding_token_id": 0,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.ggml.add_eos_token": True,
+}
+
+
+def written_t5(
+    folder: Path, config: Any, kind: gguf.GGMLQuantizationType | None = None, more: Any = ()
+) -> Path:
+    names = gguf.get_tensor_name_map(ARCH.T5, config.num_layers)
+    tensors = {
+        names.get_name(name, try_suffixes=(".weight",)): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    small = {name: tensor for name, tensor in tensors.items() if "rel_b" in name} | dict(more)
+    raw = {name: (tensor.numpy(), gguf.GGMLQuantizationType.F32) for name, tensor in small.items()}
+    keys = {
+        "block_count": config.num_layers,
+        "decoder_block_count": config.num_decoder_layers,
+        "context_length": 512,
+        "embedding_length": config.d_model,
+        "feed_forward_length": config.d_ff,
+        "attention.head_count": config.num_heads,
+        "attention.key_length": config.d_kv,
+        "attention.value_length": config.d_kv,
+        "attention.relative_buckets_count": config.relative_attention_num_buckets,
+        RMS: config.layer_norm_epsilon,
+        "decoder_start_token_id": config.decoder_start_token_id,
+    }
+    others = {name: tensor for name, tensor in tensors.items() if name not in small}
+    return write(folder / "m.gguf", "t5", keys, others, kind, raw, PIECES_METADATA)
+
+
+@pytest.mark.parametrize("family", T5S)
+def test_a_converted_t5_gives_the_tokens_of_transformers(
+    family: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    model = seq2seq.save(tmp_path / "model", T5S[family], untied=family != "t5")
+    path = written_t5(tmp_path / "model", T5S[family])
+    llm = LLM(str(path), use_tqdm=False, dtype="float32", quantization="none")
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    results = llm.generate(["a bad cafe is here", "go"], greedy, use_tqdm=False)
+    for result in results:
+        prompt = list(result.prompt_token_ids)
+        assert prompt[-1] == 1
+        assert 2 not in prompt
+        expected = seq2seq.generate(model, prompt, 12)
+        assert [list(result.outputs[0].token_ids)] == expected
+    llm.close()
+
+
+def test_blocks_of_a_t5_stay_encoded(tmp_path: Path, empty_cache: Path) -> None:
+    seq2seq.save(tmp_path / "model", T5S["flan"], untied=True)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = written_t5(tmp_path / "model", T5S["flan"], kind)
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in GgufSource(path).tensors():
+        right = expected[name]
+        if right.dim() == 2 and "relative" not in name:
+            assert isinstance(tensor, Encoded)
+            right = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(right.numpy(), kind), kind))
+        assert torch.equal(floats(tensor).float(), right), name
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = []
+    for quantization in ("none", "checkpoint"):
+        llm = LLM(str(path), use_tqdm=False, dtype="float32", quantization=quantization)
+        found.append(
+            [
+                llm.generate([text], greedy, use_tqdm=False)[0].outputs[0].token_ids[:3]
+                for text in ("abc", "go")
+            ]
+        )
+        llm.close()
+    assert found[0] == found[1]
+
+
+def test_a_t5_with_a_table_in_every_layer_is_refused(tmp_path: Path, empty_cache: Path) -> None:
+    seq2seq.save(tmp_path / "model", T5S["mt5"])
+    table = {"enc.blk.1.attn_rel_b.weight": torch.zeros(32, 6)}
+    with pytest.raises(ModelError, match="every layer has its own table of distances, as in UMT5"):
+        GgufSource(written_t5(tmp_path / "model", T5S["mt5"], more=table))
 
 
 def test_the_table_of_architectures_names_what_is_read_from_gguf() -> None:

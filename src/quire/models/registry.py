@@ -27,6 +27,21 @@ _INSTEAD = {
     "Qwen2VLForConditionalGeneration": "take a Qwen 2 text model (Qwen2ForCausalLM)",
     "Qwen2_5_VLForConditionalGeneration": "take a Qwen 2.5 text model (Qwen2ForCausalLM)",
 }
+# Kinds of models that no file here computes, by the beginning of the name: why, and what to take.
+_OTHER_KINDS = (
+    (
+        "Deepseek|Kimi|LongcatFlash",
+        "its attention is over latent vectors (MLA): take a distilled model such as DeepSeek-R1-Distill-Qwen-7B "
+        "(Qwen2ForCausalLM)",
+    ),
+    (
+        "(Falcon|Codestral)?Mamba|Rwkv|Jamba|Zamba|RecurrentGemma|Qwen3Next|NemotronH",
+        "its layers keep a recurrent state, not K and V: take a model with attention in every layer "
+        "(LlamaForCausalLM)",
+    ),
+    ("Whisper|Wav2Vec|Hubert|Speech|Moonshine", "it reads audio, and Quire serves text"),
+    ("CLIP|Siglip|ViT|Dinov|Blip|Vision", "it reads images, and Quire serves text"),
+)
 
 
 def _bare(name: str) -> str:
@@ -57,12 +72,17 @@ def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
             decoder = _DECODERS.get(name, name)
             config: ModelConfig = _module(decoder).describe(decoder, hf)
             return replace(config, architecture=name)
-    asked = ", ".join(names) or f"model_type {hf.get('model_type')!r} without architectures"
+    asked = ", ".join(names)
+    if not names:
+        nearest = _nearest(str(hf.get("model_type")).replace("_", ""), architectures(task))
+        raise ModelError(
+            f"config.json has no architectures (model_type {hf.get('model_type')!r}): {nearest}; add "
+            f'"architectures": ["NAME"], one of {", ".join(architectures(task))}'
+        )
     if task == "embed":
         known = ", ".join(architectures(task))
-        if near := difflib.get_close_matches(_bare(asked), architectures(task), 1):
-            known += f"; the nearest is {near[0]}"
-        raise ModelError(f"{asked} is no encoder that is known here: Quire's encoders are {known}")
+        nearest = _nearest(_bare(names[0]), architectures(task))
+        raise ModelError(f"{asked} is no encoder that is known here: {nearest}; Quire's encoders are {known}")
     if not ENCODERS.isdisjoint(names) or not _DECODERS.keys().isdisjoint(names):
         raise ModelError(
             f"{asked} is an encoder, which takes whole texts and generates none: use quire.Embedder, or quire serve "
@@ -73,9 +93,31 @@ def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
 
 def _unknown(asked: str) -> ModelError:
     known = architectures()
-    close = difflib.get_close_matches(asked, known, 1)
-    nearest = _INSTEAD.get(asked) or (f"the nearest is {close[0]}" if close else "none is near")
-    return ModelError(f"architecture {asked} is not known: {nearest}; Quire serves {', '.join(known)}")
+    return ModelError(
+        f"architecture {asked} is not known: {_nearest(asked, known)}; Quire serves {', '.join(known)}"
+    )
+
+
+def _nearest(asked: str, known: tuple[str, ...]) -> str:
+    """Why there is none, or what to take, by the family's name: what follows it is the same for most."""
+    if asked in _INSTEAD:
+        return _INSTEAD[asked]
+    for kind, why in _OTHER_KINDS:
+        if re.match(kind, asked):
+            return why
+    families: dict[str, list[str]] = {}
+    for name in known:
+        families.setdefault(_family(name).lower(), []).append(name)
+    close = difflib.get_close_matches(_family(asked).lower(), families, 1)
+    if not close:
+        return "none is near"
+    names = families[close[0]]
+    return f"the nearest is {next((n for n in names if n.endswith(asked[len(_family(asked)) :])), names[0])}"
+
+
+def _family(name: str) -> str:
+    """Qwen3 of Qwen3ForCausalLM, and of Qwen3VLForConditionalGeneration."""
+    return re.sub(r"(VL)?(For[A-Z]\w*|(LMHead|Encoder)?Model)$", "", name)
 
 
 def _text_part(name: str, hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

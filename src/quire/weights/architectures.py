@@ -180,7 +180,7 @@ KNOWN: Mapping[str, Architecture] = {
     "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss-20b, gpt-oss-120b", windows=True),
     "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
     "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
-    "MT5ForConditionalGeneration": Architecture("t5", "mT5", encoder_decoder=True),
+    "MT5ForConditionalGeneration": Architecture("t5", "mT5", "t5", encoder_decoder=True),
     "MistralForCausalLM": Architecture("llama", "Mistral 7B, Nemo, Small", "llama", windows=True),
     "MixtralForCausalLM": Architecture("mixture", "Mixtral", "llama", windows=True),
     "OPTForCausalLM": Architecture("opt", "OPT"),
@@ -196,7 +196,7 @@ KNOWN: Mapping[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
     "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
-    "T5ForConditionalGeneration": Architecture("t5", "T5, T5 1.1, Flan-T5", encoder_decoder=True),
+    "T5ForConditionalGeneration": Architecture("t5", "T5, T5 1.1, Flan-T5", "t5", encoder_decoder=True),
     **_ENCODERS,
 }
 ENCODERS = frozenset(_ENCODERS)

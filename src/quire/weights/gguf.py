@@ -1,5 +1,6 @@
 """GgufSource: weights, config, tokenizer and template from one GGUF file, under a Hugging Face checkpoint's names."""
 
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from quire.weights.gguf_decoders import (
     block_names,
     family_layout,
     partial_rotation,
+    t5_config,
 )
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
@@ -181,8 +183,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
+        close = [name for name in ARCHITECTURES if architecture.startswith(name)]  # t5encoder
+        close = close or difflib.get_close_matches(architecture, sorted(ARCHITECTURES), 1, cutoff=0.7)
+        nearest = f"the nearest is {close[0]}; " if close else ""
         raise ModelError(
-            f"{file.path}: GGUF architecture {architecture!r} is not known here: known are {known}"
+            f"{file.path}: GGUF architecture {architecture!r} is not known here: {nearest}known are {known}"
         )
     if metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(
@@ -243,8 +248,8 @@ class _Keys:
         # GGUF keeps float32; 1e-05 shall come back as 1e-05
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    def has(self, suffix: str) -> bool:
-        return f"blk.0.{suffix}" in self.file.tensors
+    def has(self, suffix: str, prefix: str = "blk.0.") -> bool:
+        return f"{prefix}{suffix}" in self.file.tensors
 
     def floats(self, name: str) -> np.ndarray | None:
         """A small tensor of float32, None where the file has none of this name."""
@@ -374,6 +379,7 @@ _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "gpt2": _gpt2,
+    "t5": t5_config,
 }
 ARCHITECTURES = frozenset((*_BUILDERS, *DECODERS))
 
@@ -473,17 +479,17 @@ def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -
     stem, _, suffix = name.rpartition(".")
     top = TOPS.get(architecture, _LLAMA_TOP)
     block = {**_LLAMA_BLOCK, **block_names(architecture, config)}
-    prefix = PREFIXES.get(architecture, "model.layers")
+    half, _, rest = stem.partition("blk.")  # T5 has "enc." and "dec." in front
+    prefix = PREFIXES.get(half or architecture, "model.layers")
     if architecture == "gpt2":
         top, block, prefix = _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
     if stem.split(".")[-1] in _DERIVED:
         return None
     if stem in top:
         return f"{top[stem]}.{suffix}"
-    head, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if head == "blk" and part in block:
-        return f"{prefix}.{int(layer)}.{block[part]}.{suffix}"
+    if layer.isdecimal() and half + part in block:
+        return f"{prefix}.{int(layer)}.{block[half + part]}.{suffix}"
     raise ModelError(
         f"GGUF tensor {name!r} is not one that a {architecture} model has here: the variant is not supported"
     )

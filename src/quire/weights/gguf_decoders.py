@@ -1,4 +1,4 @@
-"""Decoder families in GGUF files: hyperparameters, names of tensors and orders of rows, as Hugging Face has them."""
+"""Families of models in GGUF files: hyperparameters, names of tensors and orders of rows, as Hugging Face has them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+from quire.core.errors import ModelError
 
 Config = dict[str, Any]
 
@@ -18,8 +20,9 @@ class Metadata(Protocol):
 
     def get(self, key: str) -> Any: ...
     def number(self, key: str, default: Any = None) -> Any: ...
-    def has(self, suffix: str) -> bool: ...
+    def has(self, suffix: str, prefix: str = ...) -> bool: ...
     def floats(self, name: str) -> np.ndarray | None: ...
+    def error(self, problem: str) -> ModelError: ...
 
 
 def partial_rotation(rotated: int, head_dim: int) -> float:
@@ -127,6 +130,31 @@ def _bloom(keys: Metadata, basic: Config) -> Config:
     }
 
 
+def t5_config(keys: Metadata) -> Config:
+    """The files do not name the activation: by llama.cpp a gate has GELU and a plain matrix ReLU."""
+    if keys.has("attn_rel_b.weight", "enc.blk.1."):
+        raise keys.error(
+            "every layer has its own table of distances, as in UMT5: not known here, only T5 and mT5"
+        )
+    layers = keys.number("block_count")
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "d_model": keys.number("embedding_length"),
+        "d_ff": keys.number("feed_forward_length"),
+        "d_kv": keys.number("attention.key_length"),
+        "num_heads": keys.number("attention.head_count"),
+        "num_layers": layers,
+        "num_decoder_layers": keys.number("decoder_block_count", layers),
+        "n_positions": keys.number("context_length"),
+        "relative_attention_num_buckets": keys.number("attention.relative_buckets_count"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
+        "feed_forward_proj": "gated-gelu" if keys.has("ffn_gate.weight", "enc.blk.0.") else "relu",
+        "decoder_start_token_id": keys.number("decoder_start_token_id", 0),
+    }
+
+
 # By GGUF's name: the architecture, its model_type, and what its config.json has beside the usual sizes.
 DECODERS: dict[str, tuple[str, str, Callable[[Metadata, Config], Config]]] = {
     "bloom": ("BloomForCausalLM", "bloom", _bloom),
@@ -167,6 +195,12 @@ TOPS: Mapping[str, Mapping[str, str]] = {
         "output_norm": "gpt_neox.final_layer_norm",
         "output": "embed_out",
     },
+    "t5": {
+        "token_embd": "shared",
+        "output": "lm_head",
+        "enc.output_norm": "encoder.final_layer_norm",
+        "dec.output_norm": "decoder.final_layer_norm",
+    },
 }
 BLOCKS: Mapping[str, Mapping[str, str]] = {
     "bloom": _FALCON,
@@ -178,16 +212,41 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-PREFIXES = {"bloom": "transformer.h", "falcon": "transformer.h", "gptneox": "gpt_neox.layers"}
+PREFIXES = {
+    "bloom": "transformer.h",
+    "falcon": "transformer.h",
+    "gptneox": "gpt_neox.layers",
+    "enc.": "encoder.block",  # T5's two halves
+    "dec.": "decoder.block",
+}
 PAIRED = ("llama", "granite", "smollm3")  # rows of q and k are ordered for rotation over neighbours
-DERIVED = ("rope_factors_long", "rope_factors_short")  # part of the config
+# Part of the config, or, the last, of T5's first checkpoints, which do not use it either.
+DERIVED = ("rope_factors_long", "rope_factors_short", "cross_attn_rel_b")
 
 
 def block_names(architecture: str, config: Mapping[str, Any]) -> Mapping[str, str]:
     """A Falcon with two norms has them under other names, with attention's second."""
     if architecture == "falcon" and config.get("num_ln_in_parallel_attn") == 2:
         return {**_FALCON, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
+    if architecture == "t5":
+        return _t5_block("wi_1" if str(config["feed_forward_proj"]).startswith("gated") else "wi")
     return BLOCKS.get(architecture, {})
+
+
+def _t5_block(up: str) -> dict[str, str]:
+    """Names in both halves; the decoder has cross-attention before its feed-forward."""
+    names = {"dec.cross_attn_norm": "layer.1.layer_norm"}
+    for half, mlp in (("enc.", "layer.1."), ("dec.", "layer.2.")):
+        names |= {
+            f"{half}attn_norm": "layer.0.layer_norm",
+            f"{half}attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+            f"{half}ffn_norm": f"{mlp}layer_norm",
+            f"{half}ffn_gate": f"{mlp}DenseReluDense.wi_0",
+            f"{half}ffn_up": f"{mlp}DenseReluDense.{up}",
+            f"{half}ffn_down": f"{mlp}DenseReluDense.wo",
+        }
+        names |= {f"{half}attn_{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"}
+    return names | {f"dec.cross_attn_{part}": f"layer.1.EncDecAttention.{part}" for part in "qkvo"}
 
 
 def family_layout(

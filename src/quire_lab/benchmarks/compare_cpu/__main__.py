@@ -1,6 +1,7 @@
 """Quire beside OpenVINO GenAI and llama.cpp, on this CPU, with the same GGUF and the same token ids.
 
     python -m quire_lab.benchmarks.compare_cpu [--rounds 3] [--n 1 8 32] [--engines quire openvino llamacpp]
+    python -m quire_lab.benchmarks.compare_cpu --gemma [Q8_0]   # Gemma 3 270M's shape, random weights, llama.cpp alone
 
 The peers live in an environment of their own, .compare/, made at the first run from requirements/compare.txt.
 
@@ -41,6 +42,7 @@ WORKERS = "quire_lab.benchmarks.compare_cpu"
 PEER_ENVIRONMENT = ROOT / ".compare"
 PEER_REQUIREMENTS = ROOT / "requirements" / "compare.txt"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+GEMMA_RESULTS = ROOT / "benchmarks" / "results" / "cpu_gemma3_270m.json"
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 ENGINES = ("quire", "openvino", "llamacpp")
@@ -64,13 +66,17 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire").expanduser()
+
+
 def find_model(given: Path | None) -> Path:
     """The GGUF: the one given, or the built-in model wherever it lies in Quire's cache."""
     if given is not None:
         if not given.is_file():
             sys.exit(f"no model file at {given}")
         return given.resolve()
-    cache = Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire").expanduser()
+    cache = cache_folder()
     files = sorted(cache.rglob(MODEL_FILE))
     if not files:
         sys.exit(f"{MODEL_FILE} is nowhere under {cache}: run `make setup`, or name a GGUF with --model")
@@ -304,6 +310,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=physical_cores(), help="default: physical cores")
     parser.add_argument("--model", type=Path, help=f"a GGUF; default: {MODEL_FILE} in Quire's cache")
+    parser.add_argument(
+        "--gemma",
+        nargs="?",
+        const="Q8_0",
+        metavar="KIND",
+        help="make a GGUF of Gemma 3 270M's shape in this format, and compare n=1 and n=8 with llama.cpp",
+    )
     parser.add_argument("--openvino-precision", choices=("f32", "bf16", "f16", "auto"), default="f32")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one measurement")
     parser.add_argument(
@@ -317,8 +330,20 @@ def parse_args() -> argparse.Namespace:
     # A partial run must not silently replace the published record.
     if args.output is None and set(args.engines) == set(ENGINES) and set(args.n) >= set(NUM_REQUESTS):
         args.output = RESULTS
+    if args.gemma:
+        _compare_gemma(args)
     args.model = find_model(args.model)
     return args
+
+
+def _compare_gemma(args: argparse.Namespace) -> None:
+    """OpenVINO's reader of GGUF does not know Gemma 3."""
+    from quire_lab.benchmarks.compare_cpu.random_gguf import gemma3_270m
+
+    args.engines = [engine for engine in args.engines if engine != "openvino"]
+    args.n = [1, 8] if args.n == list(NUM_REQUESTS) else args.n
+    args.output = args.output if args.output not in (None, RESULTS) else GEMMA_RESULTS
+    args.model = gemma3_270m(cache_folder() / "benchmarks", args.gemma)
 
 
 def main() -> int:
