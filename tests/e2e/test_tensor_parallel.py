@@ -83,6 +83,29 @@ def test_ranks_give_the_bits_of_one_rank(prompts, shared, setting, shapes):
             assert found[shape][kind] == facts, f"{shape}, {kind}"
 
 
+@pytest.mark.parametrize(
+    ("shapes", "which"),
+    [
+        (((2, 1), (1, 2)), slice(None, None, 16)),
+        pytest.param(
+            ((2, 1), (3, 1), (1, 2), (1, 3), (2, 2)),
+            slice(None),
+            marks=[pytest.mark.slow, pytest.mark.timeout(3600)],
+        ),
+    ],
+    ids=["few questions", "all questions, all shapes"],
+)
+def test_questions_have_the_bits_of_one_rank(prompts, shapes, which):
+    inputs = [{"prompt_token_ids": ids} for ids in prompts[which]]
+    facts: dict[tuple[int, int], Any] = {}
+    for tp, pp in ((1, 1), *shapes):
+        parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+        with LLM(use_tqdm=False, max_model_len=512, num_blocks=400, max_num_seqs=16, **parallel) as llm:
+            facts[tp, pp] = [_facts(llm.generate(inputs, kind, use_tqdm=False)) for kind in (GREEDY, SEEDED)]
+    for shape in shapes:
+        assert facts[shape] == facts[1, 1], f"-tp {shape[0]} -pp {shape[1]}"
+
+
 def test_bytes_and_memory_of_a_rank_are_those_of_the_formulas_and_of_the_plan():
     config = EngineConfig.of(tensor_parallel_size=3, num_blocks=40, max_model_len=512)
     with LLM(use_tqdm=False, max_num_seqs=8, num_blocks=40, max_model_len=512, tensor_parallel_size=3) as llm:

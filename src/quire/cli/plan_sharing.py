@@ -17,7 +17,7 @@ from quire.core.errors import ConfigError
 from quire.fleet.manifests import NAMESPACE, Node, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, lower_bound, pack
-from quire.fleet.plan_file import MAX_USERS, FleetModel, read_fleet, seconds
+from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
 
 MAX_REPLICAS = 64
 
@@ -36,7 +36,10 @@ def add_arguments(parser: Parser) -> None:
         "--figure", type=Path, metavar="FILE", help="draw latency over users to this PNG or SVG"
     )
     group.add_argument(
-        "--fleet", type=Path, metavar="FILE", help="pack the models of this YAML file on few GPUs"
+        "--fleet",
+        type=Path,
+        metavar="FILE",
+        help="place the models of this YAML file on slices or groups of GPUs",
     )
     group.add_argument(
         "--write", type=Path, metavar="FOLDER", help="write the files that apply the plan there"
@@ -169,6 +172,8 @@ def _as_json(card: Card) -> str:
 
 def _fleet(arguments: argparse.Namespace) -> int:
     fleet = read_fleet(arguments.fleet)
+    if fleet.whole is not None:
+        return _placed(arguments, fleet)
     best: tuple[Card, list[PackedGpu]] | None = None
     for card in fleet.cards:
         bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
@@ -192,6 +197,18 @@ def _fleet(arguments: argparse.Namespace) -> int:
             arguments.platform,
         )
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
+    return 0
+
+
+def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
+    """Whole GPUs: groups of them with the models of each."""
+    if arguments.write is not None:
+        raise ConfigError(
+            f"--write is for slices of GPUs: {arguments.fleet} has whole ones, start the commands printed"
+        )
+    planning = laboratory.load("placement.plan", "`quire plan --fleet` with whole GPUs")
+    plan = planning.make_plan(fleet)
+    print(json.dumps(plan.record, indent=2) if arguments.json else plan.text)
     return 0
 
 

@@ -26,6 +26,11 @@ _FIELDS = {
 }
 _PROMISES = ("slo_per_token", "slo_request", "prompt_tokens", "output_tokens")
 _MODEL_FIELDS = {"name", "model", "users", "rate", "slice", "replicas", "settings", *_PROMISES}
+# the same of a file with `gpus`: whole cards, on which models are placed in groups
+_WHOLE_PROMISES = ("slo_request", "slo_scale", "cv", "prompt_tokens", "output_tokens")
+_WHOLE_FIELDS = {"gpus", "gpus_per_node", "max_tp", "max_pp", "models", *_WHOLE_PROMISES}
+_WHOLE_MODEL_FIELDS = {"name", "model", "rate", "settings", *_WHOLE_PROMISES}
+MAX_GPUS, MAX_RATE = 1024, 1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,17 @@ class FleetModel:
     settings: Mapping[str, Any]  # of the engine, such as quantization
     slice: str | None  # given: nothing is simulated
     replicas: int
+    rate: float = 0.0  # requests per second; 0: users are given
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCards:
+    """GPUs without MIG, on which models are placed in groups."""
+
+    gpus: Mapping[str, int]  # how many of each name
+    gpus_per_node: int  # a group lies on one node
+    max_tp: int
+    max_pp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class FleetFile:
     cards: tuple[Card, ...]
     nodes: tuple[Node, ...]
     models: tuple[FleetModel, ...]
+    whole: WholeCards | None = None  # in place of cards and nodes
 
 
 def seconds(text: str | float, name: str) -> float:
@@ -65,37 +82,53 @@ def read_fleet(path: Path) -> FleetFile:
         raise ConfigError(f"--fleet {path}: {str(error).splitlines()[0]}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"--fleet {path} holds no mapping: see docs/sharing.md for its form")
-    _known(document, _FIELDS, str(path))
-    names = document.get("cards") or [document.get("card")]
-    cards = tuple(find_card(str(name)) for name in (names if isinstance(names, list) else [names]))
+    whole = "gpus" in document
+    _known(document, _WHOLE_FIELDS if whole else _FIELDS, str(path))
     entries = document.get("models")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_MODELS:
         raise ConfigError(f"{path}: `models` must be a list of 1 to {MAX_MODELS} models")
-    common = {name: document[name] for name in _PROMISES if name in document}
-    models = tuple(_model(entry, common, index) for index, entry in enumerate(entries))
+    common = {name: document[name] for name in (*_PROMISES, *_WHOLE_PROMISES) if name in document}
+    models = tuple(_model(entry, common, index, whole) for index, entry in enumerate(entries))
     twice = sorted({m.name for m in models if sum(other.name == m.name for other in models) > 1})
     if twice:
         raise ConfigError(f"{path}: the name {twice[0]!r} is given twice: rename one")
+    if whole:
+        return FleetFile((), (), models, _whole_cards(document, str(path)))
+    names = document.get("cards") or [document.get("card")]
+    cards = tuple(find_card(str(name)) for name in (names if isinstance(names, list) else [names]))
     nodes = tuple(Node(str(node["name"]), int(node["gpus"])) for node in document.get("nodes", ()))
     return FleetFile(cards, nodes, models)
 
 
-def _model(entry: Any, common: Mapping[str, Any], index: int) -> FleetModel:
+def _whole_cards(document: Mapping[str, Any], where: str) -> WholeCards:
+    gpus = document["gpus"]
+    if not isinstance(gpus, dict) or not gpus:
+        raise ConfigError(f"{where}: gpus is {gpus!r}: give names with their numbers, such as {{h200: 8}}")
+    counts = {str(name): _count(count, f"{where}: gpus: {name}", MAX_GPUS) for name, count in gpus.items()}
+    limits = {
+        name: _count(document.get(name, 8), f"{where}: {name}", most)
+        for name, most in (("gpus_per_node", MAX_GPUS), ("max_tp", 64), ("max_pp", 64))
+    }
+    return WholeCards(counts, **limits)
+
+
+def _model(entry: Any, common: Mapping[str, Any], index: int, whole: bool) -> FleetModel:
     if not isinstance(entry, dict) or "name" not in entry:
         raise ConfigError(f"models[{index}] is {entry!r}: give at least `name`")
     where = f"models[{index}] ({entry['name']})"
-    _known(entry, _MODEL_FIELDS, where)
-    given = {**common, **{name: entry[name] for name in _PROMISES if name in entry}}
-    promise = {
-        name: seconds(value, f"{where}: {name}")
-        if name.startswith("slo")
-        else _count(value, f"{where}: {name}", MAX_USERS)
-        for name, value in given.items()
-    }
+    _known(entry, _WHOLE_MODEL_FIELDS if whole else _MODEL_FIELDS, where)
+    promises = _WHOLE_PROMISES if whole else _PROMISES
+    own = {name: entry[name] for name in promises if name in entry}
+    if "slo_request" in own or "slo_scale" in own:  # in place of the file's, whichever that gives
+        common = {name: value for name, value in common.items() if name not in ("slo_request", "slo_scale")}
+    promise = {name: _promised(name, value, f"{where}: {name}") for name, value in {**common, **own}.items()}
+    if whole and "rate" not in entry:
+        raise ConfigError(f"{where}: give `rate`, its requests per second")
     return FleetModel(
         name=str(entry["name"]),
         source=str(entry.get("model", entry["name"])),
         users=_users(entry, promise, where),
+        rate=float(entry.get("rate", 0.0)),
         promise=promise,
         settings=dict(entry.get("settings") or {}),
         slice=entry.get("slice"),
@@ -108,11 +141,21 @@ def _users(entry: Mapping[str, Any], promise: Mapping[str, float], where: str) -
     if "rate" not in entry:
         return _count(entry.get("users", 1), f"{where}: users", MAX_USERS)
     rate = entry["rate"]
-    if not isinstance(rate, int | float) or not 0 < rate < 1e4 or not math.isfinite(rate):
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < MAX_RATE:
         raise ConfigError(
-            f"{where}: rate is {rate!r}: give requests per second above 0 and below 10,000, or `users`"
+            f"{where}: rate is {rate!r}: give requests per second above 0 and below {MAX_RATE:,.0f}; a model without "
+            "requests needs no place"
         )
     return max(1, math.ceil(rate * promise.get("slo_request", 10.0)))
+
+
+def _promised(name: str, value: Any, where: str) -> float:
+    if name in ("slo_scale", "cv"):
+        low, high = (1.0, 1000.0) if name == "slo_scale" else (0.1, 20.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ConfigError(f"{where} is {value!r}: give a number from {low:g} to {high:g}")
+        return float(value)
+    return seconds(value, where) if name.startswith("slo") else _count(value, where, MAX_USERS)
 
 
 def _count(value: Any, where: str, most: int) -> int:

@@ -43,6 +43,9 @@ EXPERIMENTS = {
     "routing": Listed(
         "quire_lab.experiments.routing", "which replica gets a request: four policies (simulated)"
     ),
+    "placement": Listed(
+        "quire_lab.experiments.placement", "many models on groups of GPUs against replicas (simulated)"
+    ),
     "adapters": Listed(
         "quire_lab.experiments.adapters", "many adapters: batched together, or merged one by one"
     ),

@@ -228,7 +228,7 @@ def _pool(
 ) -> PoolSize:
     """As large as a real start makes it. Ranks split every block, so together they hold `ranks` times as many."""
     rows, tokens = default_limits(config.scheduler, precision.device)
-    free = _free_bytes(config, device, weights, _activation_bytes(model, precision.device, rows, tokens))
+    free = _free_bytes(config, device, weights, activation_bytes(model, precision.device, rows, tokens))
     memory: MemoryConfig = config.memory
     if memory.kv_cache_memory_bytes is not None:  # a limit of each rank
         memory = replace(memory, kv_cache_memory_bytes=memory.kv_cache_memory_bytes * device.ranks)
@@ -251,7 +251,7 @@ def _free_bytes(config: EngineConfig, device: SimulatedDevice, weights: WeightSh
     return free
 
 
-def _activation_bytes(model: ModelConfig, device: torch.device, rows: int, tokens: int) -> int:
+def activation_bytes(model: ModelConfig, device: torch.device, rows: int, tokens: int) -> int:
     """An estimate of what the real start measures: the widest layer of the largest step, or all logits."""
     if device.type == "cpu":
         return 0
