@@ -11,7 +11,7 @@ import pytest
 from quire.cli.serve_models import common_flags
 from quire.core.errors import ConfigError
 from quire.fleet.model_set import ModelEntry, ModelSet, keep_alive_seconds, read_models
-from tests.server.running import RunningServer
+from tests.server.running import ADMIN_KEY, RunningServer
 
 SETTINGS = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M"}
 
@@ -38,6 +38,11 @@ def ask(server: RunningServer, model: str | None, **more: object) -> httpx.Respo
 def states(server: RunningServer) -> dict[str, str]:
     listed = httpx.get(f"{server.url}/v1/models").json()["data"]
     return {model["id"]: model["state"] for model in listed}
+
+
+def unload(server: RunningServer, model: str) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    return httpx.post(f"{server.url}/v1/models/unload", json={"model": model}, headers=headers, timeout=60)
 
 
 def test_a_model_starts_for_its_request_and_makes_room_for_another(server: RunningServer) -> None:
@@ -75,9 +80,10 @@ def test_a_model_that_cannot_start_says_why_and_the_others_go_on(server: Running
 
 def test_a_model_is_unloaded_by_hand_and_by_keep_alive(server: RunningServer) -> None:
     assert ask(server, "two", keep_alive=600).status_code in (200, 400)
-    gone = httpx.post(f"{server.url}/v1/models/unload", json={"model": "two"}, timeout=60)
-    assert gone.json()["state"] == "stopped"
-    assert httpx.post(f"{server.url}/v1/models/unload", json={"model": "nope"}).status_code == 404
+    refused = httpx.post(f"{server.url}/v1/models/unload", json={"model": "two"})
+    assert (refused.status_code, states(server)["two"]) == (401, "ready")
+    assert unload(server, "two").json()["state"] == "stopped"
+    assert unload(server, "nope").status_code == 404
 
 
 def test_models_end_with_a_front_that_is_killed(tmp_path: Path) -> None:

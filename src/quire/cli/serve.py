@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     _set_up_logs(arguments)
     if arguments.models is not None or arguments.more_models:
         front = import_module(SEVERAL_MODELS)
-        return int(front.run(arguments, arguments.host or DEFAULTS.host, _port(arguments)))
+        keys, admin = _api_keys(arguments), arguments.admin_key or os.environ.get("QUIRE_ADMIN_KEY") or None
+        return int(front.run(arguments, arguments.host or DEFAULTS.host, _port(arguments), keys, admin))
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
