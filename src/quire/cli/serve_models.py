@@ -48,9 +48,7 @@ def run(
     if not entries:
         raise ConfigError(f"{arguments.models} names no model under `models`: add one")
     if arguments.keep_alive is not None:
-        seconds = keep_alive_seconds(arguments.keep_alive)
-        if seconds is None:
-            raise ConfigError(f"--keep-alive is {arguments.keep_alive!r}: write seconds, 5m or -1")
+        seconds = idle_seconds(arguments.keep_alive)
         entries = [replace(entry, keep_alive=seconds) for entry in entries]
     memory = arguments.models_memory or document.get("memory") or int(MEMORY_SHARE * _machine_memory())
     most = arguments.models_max or document.get("max_running") or MAX_RUNNING
@@ -67,8 +65,15 @@ def run(
     return 0
 
 
+def idle_seconds(text: str) -> float:
+    seconds = keep_alive_seconds(text)
+    if seconds is None:
+        raise ConfigError(f"--keep-alive is {text!r}: write seconds, 5m or -1")
+    return seconds
+
+
 def refusal(api_keys: Sequence[str], admin_key: str | None) -> Callable[[Any, bool], str | None]:
-    """What a request lacks. Models are loaded and unloaded with the admin key, or from this machine if there is none."""
+    """What a request lacks. Loading and unloading need the admin key; if there is none, a client on this machine."""
     keys, admin = Keys(api_keys), Keys([admin_key] if admin_key else [])
 
     def lacks(scope: Any, changes: bool) -> str | None:

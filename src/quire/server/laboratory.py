@@ -56,14 +56,14 @@ def _content(name: str) -> bytes:
 
 def _reports() -> list[dict[str, Any]]:
     """A file that is no record of the laboratory, or is half written, is left out."""
-    found = []
+    reports = []
     for path in FOLDER.glob("*.json"):
         try:
             record = json.loads(_content(path.name))
             kind, _, name = record["benchmark"].partition(" ")
             if kind == "lab":
                 about = {"name": name, "date": record["date"], "take_away": record["results"]["take_away"]}
-                found.append({"file": path.name, **about})
+                reports.append({"file": path.name, **about})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, NotFound):
             continue
-    return sorted(found, key=lambda report: str(report["date"]), reverse=True)
+    return sorted(reports, key=lambda report: str(report["date"]), reverse=True)
