@@ -145,8 +145,8 @@ def main() -> None:
     print(f"{arguments.requests} requests, {len(found['errors'])} errors")
     print(f"memory after unloading: {kept / 1e6:+.1f} MB (goal: within {GOAL_BYTES / 1e6:.0f})")
     print(
-        f"wait for a switch: the start, {statistics.median(starts):.2f} s at the median, and {statistics.median(beyond):.2f} s "
-        f"beyond it ({beyond[-1]:.2f} at most)"
+        f"wait for a switch: the start, {statistics.median(starts):.2f} s, and {statistics.median(beyond):.2f} s "
+        f"beyond it, at the median ({beyond[-1]:.2f} s at most)"
     )
 
 
