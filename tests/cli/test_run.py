@@ -45,7 +45,8 @@ def stopped(cache: Path) -> Iterator[None]:
 def test_a_server_is_started_listed_reused_and_stopped(cache, run, monkeypatch):
     if not BUILTIN.path.exists():
         pytest.skip("needs the built-in model")
-    flags = ("--max-model-len", "256", "--num-threads", "1")
+    flags = ("--max-model-len", "256", "--num-threads", "1", "--keep-alive", "1h")
+    assert "write seconds, 5m or -1" in run("run", "builtin", "hello", "--keep-alive", "soon").error
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is green today.\n"))
     asked = ("run", "builtin", "What colour is the sky?", "--temperature", "0", "--max-tokens", "12")
     first = run(*asked, *flags)
@@ -56,6 +57,7 @@ def test_a_server_is_started_listed_reused_and_stopped(cache, run, monkeypatch):
     (server,) = json.loads(run("ps", "--json").out)["servers"]
     assert (server["model"], server["state"]) == ("builtin", "healthy")
     assert server["memory"] > 50e6
+    assert 3500 < server["seconds_left"] <= 3600
     assert str(server["pid"]) in run("ps").out
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is green today.\n"))
@@ -216,7 +218,7 @@ def test_auto_says_what_it_chose_and_why(tiny, capsys, monkeypatch):
 
 def test_a_full_context_forgets_the_oldest_turns(monkeypatch, capsys):
     server = background.BackgroundServer("builtin", "http://127.0.0.1:9", 1, "", 0.0, [], "x.log")
-    chat = HttpChat(server, {}, None)
+    chat = HttpChat(lambda: server, {}, None)
     lengths: list[int] = []
 
     def streamed() -> str:

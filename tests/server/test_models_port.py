@@ -1,7 +1,9 @@
 """Several models behind one port: started on demand, stopped for each other, errors that leave the others alone."""
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -11,8 +13,11 @@ import pytest
 from quire.cli.serve_models import common_flags
 from quire.core.errors import ConfigError
 from quire.fleet.model_set import ModelEntry, ModelSet, keep_alive_seconds, read_models
-from tests.server.running import RunningServer
+from quire.server.settings import ServerSettings
+from tests.models.encoder_folders import embedding_decoder
+from tests.server.running import ADMIN_KEY, RunningServer
 
+STOP_SECONDS = 3.0  # of an idle model, on a busy machine
 SETTINGS = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M"}
 
 
@@ -22,6 +27,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     path = tmp_path_factory.mktemp("models") / "models.json"
     model = {"model": "builtin", "settings": SETTINGS, "memory": 900_000_000}
     entries = {"one": model, "two": {**model, "aliases": ["deux"]}, "broken": {"model": "/no/such/folder"}}
+    embedding_decoder(path.parent / "encoder")
+    entries["encoder"] = {"model": str(path.parent / "encoder"), "memory": 900_000_000}
     path.write_text(json.dumps({"memory": 1_000_000_000, "models": entries}))
     running = RunningServer("--models", str(path))
     try:
@@ -40,6 +47,15 @@ def states(server: RunningServer) -> dict[str, str]:
     return {model["id"]: model["state"] for model in listed}
 
 
+def change(server: RunningServer, action: str, model: str) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    return httpx.post(f"{server.url}/v1/models/{action}", json={"model": model}, headers=headers, timeout=60)
+
+
+def unload(server: RunningServer, model: str) -> httpx.Response:
+    return change(server, "unload", model)
+
+
 def test_a_model_starts_for_its_request_and_makes_room_for_another(server: RunningServer) -> None:
     assert states(server)["one"] == "stopped"
     first = ask(server, "one")
@@ -50,9 +66,34 @@ def test_a_model_starts_for_its_request_and_makes_room_for_another(server: Runni
     assert again.json()["choices"][0]["message"] == first.json()["choices"][0]["message"]
     other = ask(server, "deux")
     assert other.json()["model"] == "two"
-    assert states(server) == {"one": "stopped", "two": "ready", "broken": "stopped"}
+    assert states(server) == {"one": "stopped", "two": "ready", "broken": "stopped", "encoder": "stopped"}
     unnamed = ask(server, None)
     assert unnamed.json()["model"] == "two"  # the last one that was used
+
+
+def test_switches_wait_for_the_start_alone_and_memory_comes_back(server: RunningServer) -> None:
+    """`python -m quire_lab.benchmarks.models_port` does it 200 times."""
+
+    def memory() -> int:
+        front = psutil.Process(server.process.pid)
+        return sum(process.memory_info().rss for process in (front, *front.children(recursive=True)))
+
+    unload(server, "two")
+    before = memory()
+    for name in ("one", "encoder", "two"):
+        if name == "encoder":
+            answer = server.post("/v1/embeddings", json={"model": name, "input": "hello"})
+            assert answer.json()["data"][0]["embedding"]
+        else:
+            answer = ask(server, name)
+        assert answer.status_code == 200, answer.text
+        loaded = change(server, "load", name).json()
+        beyond = float(answer.headers["x-quire-model-wait"]) - loaded["start_seconds"]
+        assert beyond < STOP_SECONDS
+        assert list(states(server).values()).count("ready") == 1
+    assert memory() > before + 50e6
+    unload(server, "two")
+    assert memory() < before + 50e6
 
 
 def test_a_stream_is_passed_on_as_it_comes(server: RunningServer) -> None:
@@ -75,9 +116,10 @@ def test_a_model_that_cannot_start_says_why_and_the_others_go_on(server: Running
 
 def test_a_model_is_unloaded_by_hand_and_by_keep_alive(server: RunningServer) -> None:
     assert ask(server, "two", keep_alive=600).status_code in (200, 400)
-    gone = httpx.post(f"{server.url}/v1/models/unload", json={"model": "two"}, timeout=60)
-    assert gone.json()["state"] == "stopped"
-    assert httpx.post(f"{server.url}/v1/models/unload", json={"model": "nope"}).status_code == 404
+    refused = httpx.post(f"{server.url}/v1/models/unload", json={"model": "two"})
+    assert (refused.status_code, states(server)["two"]) == (401, "ready")
+    assert unload(server, "two").json()["state"] == "stopped"
+    assert unload(server, "nope").status_code == 404
 
 
 def test_models_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
@@ -122,6 +164,21 @@ def test_pinned_models_must_fit() -> None:
 def test_flags_of_the_command_line_go_to_every_model() -> None:
     words = ["a", "--port", "9", "b", "--seed", "3", "--models-memory=4", "--api-key", "k"]
     assert common_flags(words, ["a", "b"]) == ("--seed", "3", "--api-key", "k")
+
+
+def test_one_model_ends_when_it_is_idle() -> None:
+    """Not while it answers; probes do not keep it."""
+    running = RunningServer("--keep-alive", "1").wait_ready()
+    body = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True}
+    assert running.post("/v1/completions", json=body).status_code == 200
+    while running.process.poll() is None:
+        with suppress(httpx.HTTPError):
+            assert running.get("/health").json().get("seconds_left", 0) <= 1
+        time.sleep(0.1)
+    assert running.wait_exit() == 0
+    assert "--keep-alive" in running.wait_for_line("no request for 1 s")
+    with pytest.raises(ConfigError, match="must be more than 0"):
+        ServerSettings(keep_alive=0)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 import yaml
 
@@ -133,3 +135,60 @@ def test_claude_codes_kind_of_request_works_with_the_pages_variables(
         answer = stream.get_final_message()
     assert answer.role == "assistant"
     assert answer.usage.output_tokens > 0
+
+
+def test_codexs_kind_of_request_works_with_the_pages_settings(server: RunningServer):
+    """Over the Responses API: instructions, developer and user messages, a tool, nothing stored; streamed."""
+    page = (ROOT / "docs" / "operating.md").read_text()
+    settings = tomllib.loads(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
+    provider = settings["model_providers"][settings["model_provider"]]
+    assert provider["wire_api"] == "responses"
+    url = provider["base_url"].replace("http://127.0.0.1:8000", server.url)
+    schema = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}
+    messages = [
+        {"type": "message", "role": role, "content": [{"type": "input_text", "text": "Say hi."}]}
+        for role in ("developer", "user")
+    ]
+    body = {
+        "model": settings["model"],
+        "instructions": "You are a coding agent.",
+        "input": messages,
+        "tools": [
+            {
+                "type": "function",
+                "name": "shell",
+                "description": "Runs",
+                "strict": False,
+                "parameters": schema,
+            }
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": None,
+        "store": False,
+        "stream": True,
+        "include": [],
+        "prompt_cache_key": "a-session",
+        "max_output_tokens": 16,
+    }
+    answer = httpx.post(f"{url}/responses", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert re.search(r"event: response\.(completed|incomplete)", answer.text)
+
+
+def test_aiders_kind_of_request_works_with_the_pages_variables(server: RunningServer):
+    page = (ROOT / "docs" / "operating.md").read_text()
+    variables = dict(re.findall(r"^export (OPENAI_\w+)=(\S+)", page, re.MULTILINE))
+    model = re.findall(r"^aider --model openai/(\S+)", page, re.MULTILINE)[0]
+    url = variables["OPENAI_API_BASE"].replace("http://127.0.0.1:8000", server.url)
+    client = openai.OpenAI(base_url=url, api_key=variables["OPENAI_API_KEY"], max_retries=0)
+    messages = [{"role": role, "content": "Say hi."} for role in ("system", "user", "assistant", "user")]
+    stream = client.chat.completions.create(
+        model=model,
+        messages=messages,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=4,
+    )
+    assert list(stream)[-1].usage.completion_tokens > 0

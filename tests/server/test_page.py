@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -79,13 +80,43 @@ def test_no_page_leaves_json_and_no_files():
     assert ServerSettings().page
 
 
+def test_laboratory_reports_are_listed_and_nothing_else_of_the_folder(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    (none,) = fetch("/v1/laboratory")
+    assert (none.json()["data"], none.json()["command"]) == ([], "quire bench lab NAME")
+    folder = tmp_path / "quire-lab"
+    folder.mkdir()
+    record = {"benchmark": "lab waste", "date": "2026-11-16", "results": {"take_away": "Less is lost."}}
+    (folder / "waste.json").write_text(json.dumps(record))
+    (folder / "half.json").write_text('{"benchmark": "lab')
+    (folder / "other.json").write_text("[]")
+    (folder / "notes.txt").write_text("private")
+    (tmp_path / "above.json").write_text("{}")
+    listed, report, text, above, page = fetch(
+        "/v1/laboratory",
+        "/v1/laboratory/waste.json",
+        "/v1/laboratory/notes.txt",
+        "/v1/laboratory/..%2Fabove.json",
+        "/",
+        headers=HTML,
+    )
+    about = {"file": "waste.json", "name": "waste", "date": "2026-11-16", "take_away": "Less is lost."}
+    assert listed.json()["data"] == [about]
+    assert report.json() == record
+    assert (text.status_code, above.status_code) == (404, 404)
+    assert 'name="quire-views" content="laboratory"' in page.text  # this app keeps no files
+    (keyless,) = fetch("/v1/laboratory", api_keys=("k",))
+    assert keyless.status_code == 401
+
+
 # ---------------------------------------------------------------------- with one
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Iterator[RunningServer]:
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of this module's own: a test kills its engine."""
-    running = RunningServer("--api-key", KEY)
+    data = tmp_path_factory.mktemp("data")
+    running = RunningServer("--api-key", KEY, "--data-dir", str(data), "--no-embeddings")
     try:
         yield running.wait_ready()
     finally:
@@ -399,7 +430,7 @@ def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: R
     tab = Tab(chromium, keyed, color_scheme="dark", reduced_motion="reduce")
     tab.page.set_viewport_size({"width": 360, "height": 640})
     tab.page.wait_for_selector(MESSAGE)
-    for name in ("memory", "steps", "models", "chat"):
+    for name in ("memory", "steps", "models", "files", "training", "laboratory", "chat"):
         tab.page.click(f"#tab-{name}")
         tab.page.wait_for_timeout(150)
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -414,6 +445,73 @@ def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: R
     tab.wait_answered()
     assert tab.answer()
     tab.close()
+
+
+def answers(tab: Tab, replies: dict[str, str]) -> list[str]:
+    """These paths get these bodies in the place of the server's; returns the POSTs that come."""
+    posts: list[str] = []
+
+    def reply(route: Any) -> None:
+        path = route.request.url.partition("/v1/")[2]
+        if route.request.method == "POST":
+            posts.append(path)
+        route.fulfill(body=replies.get(path, "{}"))
+
+    tab.page.route("**/v1/fine_tuning/**", reply)
+    tab.page.route("**/v1/laboratory**", reply)
+    tab.page.route("**/v1/laboratory/**", reply)
+    return posts
+
+
+@needs_browser
+@pytest.mark.browser
+def test_jobs_are_shown_with_their_loss_and_take_orders(tab: Tab):
+    job = {"id": "ftjob-1", "model": "<b>m</b>", "status": "running", "user_provided_suffix": "mine"}
+    steps = [{"step": step, "train_loss": 4 / step, "full_valid_loss": 5 / step} for step in (1, 2, 4)]
+    events = [{"type": "metrics", "message": f"Step {data['step']}", "data": data} for data in steps]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in [{"message": "begun"}, *events])
+    path = "fine_tuning/jobs"
+    listed = json.dumps({"data": [job]})
+    posts = answers(tab, {f"{path}?limit=100": listed, f"{path}/ftjob-1/events?stream=true": stream})
+    tab.page.click("#tab-training")
+    tab.page.wait_for_selector("#view-training .plot >> text=training 1.000 · validation 1.250")
+    assert "<b>m</b>" in tab.page.inner_text("#view-training tbody")
+    drawn = """() => { const c = document.querySelector('#view-training canvas');
+        return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size > 3 }"""
+    tab.until(drawn)
+    for action in ("pause", "cancel"):
+        tab.page.click(f"#view-training button[aria-label={action}]")
+        tab.until(f"!!document.querySelector('#view-training button[aria-label={action}]')")
+    assert posts == [f"{path}/ftjob-1/pause", f"{path}/ftjob-1/cancel"]
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_laboratory_report_is_shown_as_text(tab: Tab):
+    results = {
+        "take_away": "<img src=x onerror=alert(1)>",
+        "checks": [{"claim": "less is lost", "measured": "2 %", "held": False}],
+        "tables": [{"title": "Shares", "head": ["a"], "rows": [["javascript:alert(1)"]]}],
+        "pictures": ["gone.png"],
+    }
+    report = {"file": "waste.json", "name": "waste", "date": "2026-11-16", "take_away": results["take_away"]}
+    listing = {"folder": "quire-lab", "command": "quire bench lab NAME", "data": [report]}
+    record = {"benchmark": "lab waste", "results": results}
+    answers(tab, {"laboratory": json.dumps(listing), "laboratory/waste.json": json.dumps(record)})
+    tab.page.click("#tab-laboratory")
+    tab.page.click("#view-laboratory tbody button")
+    tab.page.wait_for_selector("#view-laboratory >> text=not held: less is lost (2 %)")
+    shown = tab.page.inner_text("#view-laboratory")
+    for text in (
+        "quire bench lab NAME",
+        results["take_away"],
+        "javascript:alert(1)",
+        "gone.png is not there",
+    ):
+        assert text in shown
+    assert tab.page.locator("#view-laboratory img").count() == 0
+    assert tab.errors == []
 
 
 @needs_browser

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from quire.cli.flags import BUILTIN
@@ -45,13 +46,17 @@ class BackgroundServer:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether /health answers 200."""
+        return self.health() is not None
+
+    def health(self) -> dict[str, Any] | None:
+        """What /health says; None if it does not answer with 200."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=HEALTH_SECONDS)
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except (OSError, http.client.HTTPException):
-            return False
+            response = connection.getresponse()
+            return json.loads(response.read()) if response.status == http.HTTPStatus.OK else None
+        except (OSError, ValueError, http.client.HTTPException):
+            return None
         finally:
             connection.close()
 
@@ -108,12 +113,13 @@ def start_lock() -> Iterator[None]:
         yield
 
 
-def start(name: str, flags: Sequence[str]) -> BackgroundServer:
+def start(name: str, flags: Sequence[str], keep_alive: str) -> BackgroundServer:
     """Starts `quire serve` and returns when it serves; EngineDead with the last error of its log if it ends before."""
     stem = f"{Path(name).name}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     log = _folder() / f"{stem}.log"
     command = [sys.executable, "-m", "quire", "serve", *([] if name == BUILTIN else [name])]
-    command += ["--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text", *flags]
+    command += ["--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text"]
+    command += ["--keep-alive", keep_alive, *flags]
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

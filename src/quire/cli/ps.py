@@ -16,9 +16,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    servers = [(server, memory_of(server.pid), _state(server)) for server in running()]
+    servers = [(server, memory_of(server.pid), *_state(server)) for server in running()]
     if arguments.json:
-        listing = [{**asdict(server), "memory": memory, "state": state} for server, memory, state in servers]
+        listing = [
+            {**asdict(server), "memory": memory, "state": state, "seconds_left": left}
+            for server, memory, state, left in servers
+        ]
         print(json.dumps({"servers": listing}, indent=2))
     elif servers:
         rows = [
@@ -29,14 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
                 in_bytes(memory) if memory else "unknown",
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server.since)),
                 state,
+                "never" if left is None else f"in {left // 60}:{left % 60:02} min",
             ]
-            for server, memory, state in servers
+            for server, memory, state, left in servers
         ]
-        print(aligned([["model", "url", "pid", "memory", "since", "state"], *rows], right=(2, 3)))
+        print(aligned([["model", "url", "pid", "memory", "since", "state", "stops"], *rows], right=(2, 3)))
     else:
         print("no server runs; `quire run MODEL` starts one")
     return 0
 
 
-def _state(server: BackgroundServer) -> str:
-    return "healthy" if server.is_healthy else "does not answer"
+def _state(server: BackgroundServer) -> tuple[str, int | None]:
+    """And the seconds until it stops without another request; None: it does not stop by itself."""
+    health = server.health()
+    return ("does not answer", None) if health is None else ("healthy", health.get("seconds_left"))

@@ -18,16 +18,19 @@ from quire.cli.conversation import ChatLoop, History, stats_line
 from quire.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, given_sampling
 from quire.cli.parser import Parser
 from quire.cli.terminal import dim, interruptible
-from quire.core.errors import EngineDead, QuireError
-from quire.fleet.model_set import flag_words
+from quire.core.errors import ConfigError, EngineDead, QuireError
+from quire.fleet.model_set import flag_words, keep_alive_seconds
 
 INTERRUPTED = 130
+KEEP_ALIVE = "5m"
 NOT_FOR_CHAT = ("n", "best_of", "logprobs", "prompt_logprobs", "length_penalty")
 CONTEXT_FULL = "context_length_exceeded"
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    idle = f"idle time after which the server that is started stops, such as 1h (default: {KEEP_ALIVE}; -1: never)"
+    parser.add_argument("--keep-alive", metavar="TIME", default=KEEP_ALIVE, help=idle)
     parser.add_argument("--quiet", action="store_true", help="answers only: no notices, no stats")
     add_engine_flags(parser, without=("seed", "served_model_name"))
     add_sampling_flags(parser, without=NOT_FOR_CHAT)
@@ -39,10 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
     name = background.server_name(settings.pop("model", None))
     flags = [word for key, value in settings.items() for word in _words(key, value)]
-    server = background.reusable(name, flags)
-    if server is None:
+    if not keep_alive_seconds(arguments.keep_alive):
+        raise ConfigError(f"--keep-alive is {arguments.keep_alive!r}: write seconds, 5m or -1")
+
+    def server() -> BackgroundServer:
+        if known := background.reusable(name, flags):
+            return known
         with background.start_lock():
-            server = background.reusable(name, flags) or _started(name, flags, arguments.quiet)
+            return background.reusable(name, flags) or _started(
+                name, flags, arguments.keep_alive, arguments.quiet
+            )
+
+    server()  # refusals come before the first question
     chat = HttpChat(server, given_sampling(arguments), arguments.system, quiet=arguments.quiet)
     if arguments.prompt:
         return chat.ask(" ".join(arguments.prompt), "" if sys.stdin.isatty() else sys.stdin.read())
@@ -57,25 +68,34 @@ def _words(key: str, value: Any) -> list[str]:
     return flag_words(key, value)
 
 
-def _started(name: str, flags: list[str], quiet: bool) -> BackgroundServer:
+def _started(name: str, flags: list[str], keep_alive: str, quiet: bool) -> BackgroundServer:
     # here, where its progress is seen; imports torch, which a server that is reused does not need
     importlib.import_module("quire.cli.pull").fetch(name)
     began = time.monotonic()
     if not quiet:
         print(dim(f"starting a server of {name} …", sys.stderr), file=sys.stderr, flush=True)
-    server = background.start(name, flags)
+    server = background.start(name, flags, keep_alive)
     if not quiet:
         seconds = f"{time.monotonic() - began:.1f} s"
-        line = f"{server.url} after {seconds}; it keeps running: `quire ps` lists it, `quire stop` stops it"
+        until = "until `quire stop`" if keep_alive.startswith("-") else f"until it is idle for {keep_alive}"
+        line = f"{server.url} after {seconds}; it keeps running {until}: `quire ps` lists it"
         print(dim(line, sys.stderr), file=sys.stderr)
     return server
 
 
 class HttpChat(ChatLoop):
-    """A conversation with a server. When the context is full, the oldest turns are dropped."""
+    """A conversation with a server, which `server` starts again if it stopped while the user thought.
+
+    When the context is full, the oldest turns are dropped.
+    """
 
     def __init__(
-        self, server: BackgroundServer, sampling: dict[str, Any], system: str | None, *, quiet: bool = False
+        self,
+        server: Callable[[], BackgroundServer],
+        sampling: dict[str, Any],
+        system: str | None,
+        *,
+        quiet: bool = False,
     ) -> None:
         super().__init__(History(system), quiet=quiet)
         self._server = server
@@ -134,7 +154,8 @@ class HttpChat(ChatLoop):
         headers = {"Content-Type": "application/json"}
         if keys := [key.strip() for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key.strip()]:
             headers["Authorization"] = f"Bearer {keys[0]}"
-        connection = http.client.HTTPConnection(urlsplit(self._server.url).netloc)
+        server = self._server()
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
         try:
             connection.request(
                 "POST", "/v1/chat/completions", json.dumps({**body, **self._sampling}), headers
@@ -153,8 +174,7 @@ class HttpChat(ChatLoop):
                     yield event
         except (OSError, http.client.HTTPException) as error:
             raise EngineDead(
-                f"the server at {self._server.url} is gone ({error or type(error).__name__}): its log is "
-                f"{self._server.log}"
+                f"the server at {server.url} is gone ({error or type(error).__name__}): its log is {server.log}"
             ) from error
         finally:
             connection.close()

@@ -1,6 +1,7 @@
 """`quire serve`: an OpenAI-compatible HTTP server in front of the engine."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -60,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     _set_up_logs(arguments)
     if arguments.models is not None or arguments.more_models:
         front = import_module(SEVERAL_MODELS)
-        return int(front.run(arguments, arguments.host or DEFAULTS.host, _port(arguments)))
+        keys, admin = _api_keys(arguments), arguments.admin_key or os.environ.get("QUIRE_ADMIN_KEY") or None
+        return int(front.run(arguments, arguments.host or DEFAULTS.host, _port(arguments), keys, admin))
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
@@ -95,6 +97,9 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         if value is not None:
             given[field.name] = value
     given["api_keys"] = _api_keys(arguments)
+    if arguments.keep_alive is not None:
+        seconds = import_module(SEVERAL_MODELS).idle_seconds(arguments.keep_alive)
+        given["keep_alive"] = None if math.isinf(seconds) else seconds
     given["admin_key"] = arguments.admin_key or os.environ.get("QUIRE_ADMIN_KEY") or None
     given["allowed_origins"] = tuple(arguments.allowed_origins or ())
     given["embedding_models"] = tuple(arguments.embedding_model or ())
@@ -138,7 +143,9 @@ def _add_models(group: FlagGroup) -> None:
     )
     group.add_argument("--models-max", type=int, metavar="N", help="models at a time (default: 16)")
     group.add_argument(
-        "--keep-alive", help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never)"
+        "--keep-alive",
+        help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never); with one model the server "
+        "ends (default: -1)",
     )
 
 

@@ -5,9 +5,10 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -19,6 +20,7 @@ from quire.core.errors import ConfigError, QuireError
 from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
 from quire.fleet.models_app import ModelsApp
 from quire.observe import logs
+from quire.server.access import Keys, is_local, is_open, offered_key
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
 
@@ -30,7 +32,9 @@ _OWN = {"--host": 1, "--port": 1, "--models": 1, "--models-memory": 1, "--models
 _FIELDS = {"models", "memory", "max_running"}
 
 
-def run(arguments: argparse.Namespace, host: str, port: int) -> int:
+def run(
+    arguments: argparse.Namespace, host: str, port: int, api_keys: Sequence[str], admin_key: str | None
+) -> int:
     document = read_config_file(arguments.models, "--models") if arguments.models else {}
     unknown = sorted(set(document) - _FIELDS)
     if unknown:
@@ -44,9 +48,7 @@ def run(arguments: argparse.Namespace, host: str, port: int) -> int:
     if not entries:
         raise ConfigError(f"{arguments.models} names no model under `models`: add one")
     if arguments.keep_alive is not None:
-        seconds = keep_alive_seconds(arguments.keep_alive)
-        if seconds is None:
-            raise ConfigError(f"--keep-alive is {arguments.keep_alive!r}: write seconds, 5m or -1")
+        seconds = idle_seconds(arguments.keep_alive)
         entries = [replace(entry, keep_alive=seconds) for entry in entries]
     memory = arguments.models_memory or document.get("memory") or int(MEMORY_SHARE * _machine_memory())
     most = arguments.models_max or document.get("max_running") or MAX_RUNNING
@@ -55,12 +57,39 @@ def run(arguments: argparse.Namespace, host: str, port: int) -> int:
     listener = bind(ServerSettings(host=host, port=port))
     common = common_flags(arguments.given_words, named)
     try:
-        asyncio.run(_serve(entries, int(memory), most, common, listener))
+        asyncio.run(_serve(entries, int(memory), most, common, listener, refusal(api_keys, admin_key)))
     except KeyboardInterrupt:
         pass
     finally:
         listener.close()
     return 0
+
+
+def idle_seconds(text: str) -> float:
+    seconds = keep_alive_seconds(text)
+    if seconds is None:
+        raise ConfigError(f"--keep-alive is {text!r}: write seconds, 5m or -1")
+    return seconds
+
+
+def refusal(api_keys: Sequence[str], admin_key: str | None) -> Callable[[Any, bool], str | None]:
+    """What a request lacks. Loading and unloading need the admin key; if there is none, a client on this machine."""
+    keys, admin = Keys(api_keys), Keys([admin_key] if admin_key else [])
+
+    def lacks(scope: Any, changes: bool) -> str | None:
+        offered = offered_key(scope["headers"])
+        if changes and admin:
+            known = admin.identify(offered)
+        else:
+            known = not keys or is_open(scope["path"]) or keys.identify(offered) or admin.identify(offered)
+        if not known:
+            wanted = "the admin key" if changes and admin else "an API key"
+            return f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        if changes and not admin and not is_local(scope):
+            return "models are changed on the server's own machine, or with a key: start it with --admin-key"
+        return None
+
+    return lacks
 
 
 def _short(name: str) -> str:
@@ -95,13 +124,18 @@ def _machine_memory() -> int:
 
 
 async def _serve(
-    entries: list[ModelEntry], memory: int, most: int, common: tuple[str, ...], listener: socket.socket
+    entries: list[ModelEntry],
+    memory: int,
+    most: int,
+    common: tuple[str, ...],
+    listener: socket.socket,
+    lacks: Callable[[Any, bool], str | None],
 ) -> None:
     log = logs.get_logger(__name__)
     models = ModelSet(entries, memory, most, common=common, estimate=estimated)
     log.info("models    %s", ", ".join(f"{e.name}{' (pinned)' if e.pinned else ''}" for e in entries))
     log.info("memory    %.1f GB for all of them, %d at a time", memory / 1e9, most)
-    app = ModelsApp(models)
+    app = ModelsApp(models, lacks)
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from quire.fleet.proxy import (
 from quire.link.http_client import ConnectionLost
 
 WAITED = b"x-quire-model-wait"  # seconds that a request waited for its model's start
+CHANGES = ("/v1/models/load", "/v1/models/unload")
 LISTS = ("/v1/models", "/models", "/api/tags")
 
 
@@ -35,10 +36,15 @@ class Named(msgspec.Struct):
 
 
 class ModelsApp:
-    """`/health`, lists of models, `/v1/models/load` and `unload` are its own; everything else goes to a model."""
+    """`/health`, lists of models, `/v1/models/load` and `unload` are its own; everything else goes to a model.
 
-    def __init__(self, models: ModelSet) -> None:
-        self._models = models
+    `refusal`: what a request lacks to be let in, if anything; a model is not started for one that has no key.
+    """
+
+    def __init__(
+        self, models: ModelSet, refusal: Callable[[Scope, bool], str | None] = lambda scope, changes: None
+    ) -> None:
+        self._models, self._refusal = models, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,11 +56,13 @@ class ModelsApp:
             return
         if body is None:
             await refuse(send, 413, f"the body has more than {MAX_BODY_BYTES} bytes", "body_too_large")
+        elif why := self._refusal(scope, path in CHANGES):
+            await refuse(send, 401, why, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         elif method in ("GET", "HEAD") and path in ("/health", "/ready"):
             await answer(send, 200, msgspec.json.encode({"status": "ready", "models": self._states()}))
         elif (method == "GET" and path in LISTS) or (method == "GET" and path == "/api/ps"):
             await self._list(path, send)
-        elif method == "POST" and path in ("/v1/models/load", "/v1/models/unload"):
+        elif method == "POST" and path in CHANGES:
             await self._change(path, body, send)
         else:
             await self._beside_leaving(self._forward(scope, body, send), receive)

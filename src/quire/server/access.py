@@ -469,6 +469,7 @@ class RequestMiddleware:
         self._metrics.http_request(route, status)
         if is_open(path_of(scope)):
             return
+        self._metrics.last_used = time.monotonic()
         if self._traces is not None:
             self._traces.note(context, scope["method"], route, status, scope["headers"])
         if self._log_requests:

@@ -23,6 +23,7 @@ from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.fill_mask import fill_mask_router
 from quire.server.fine_tuning.routes import fine_tuning_router
+from quire.server.laboratory import laboratory_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.ollama import ollama_router
@@ -56,6 +57,7 @@ ROUTERS = (
     ollama_router,
     operations_router,
     engine_events_router,
+    laboratory_router,
     page_router,
 )
 

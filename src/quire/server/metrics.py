@@ -25,6 +25,7 @@ class Metrics:
     """The HTTP side's own metrics. Endpoints call it; `rendered` adds the engines' statistics."""
 
     def __init__(self) -> None:
+        self.last_used = 0.0  # when the last request ended that was no probe
         self.registry = CollectorRegistry()  # other parts of the server may add metrics of their own
         self.elsewhere: Mapping[str, bytes] = {}  # `counts` of other HTTP processes, by process
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")

@@ -56,7 +56,9 @@ def operations_router(service: Service) -> APIRouter:
     @router.get("/health", responses={503: {"description": "The engine cannot be started."}})
     async def health() -> Response:
         """Alive: the server answers, and an engine that died is being restarted."""
-        return JsonReply({"status": service.status}, status_code=503 if service.is_sick else 200)
+        left = service.seconds_left
+        body = {"status": service.status} | ({} if left is None else {"seconds_left": round(left)})
+        return JsonReply(body, status_code=503 if service.is_sick else 200)
 
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses={503: {"description": "Not now; `status` says why."}})

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from quire import __version__
+from quire.server.laboratory import has_laboratory
 from quire.server.service import Service
 
 FOLDER = "page_files"
@@ -45,7 +46,8 @@ def file_reply(service: Service, name: str, request: Request) -> Response:
     """One file of the page, if the client does not have it already."""
     if name not in _names():
         raise HTTPException(404)
-    data, packed, tag = _file(name, "files" if service.settings.keeps_files else "")
+    views = ["files", "training"] * service.settings.keeps_files + ["laboratory"] * has_laboratory()
+    data, packed, tag = _file(name, " ".join(views))
     headers = {**HEADERS, "ETag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)

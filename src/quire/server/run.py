@@ -28,6 +28,7 @@ from quire.server.settings import ServerSettings
 log = get_logger(__name__)
 LAST_BYTES_SECONDS = 5  # for answers, or their error events, to reach their clients
 BACKLOG = 2048
+IDLE_LOOK_SECONDS = 0.5
 HANG_SECONDS = 10  # beyond all other limits at shutdown; then the process ends in any case
 
 
@@ -52,6 +53,7 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
     """HTTP answers from the first moment: /health says alive while a large model is still loading."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(service.start())
+    ending: asyncio.Task[None] | None = None
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -60,10 +62,13 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
             report_start(service)
             freeze_heap()
             report_serving(service.settings, listener)
+            ending = asyncio.create_task(server.end_when_idle())
         await serving
     finally:
         server.should_exit = True
         starting.cancel()
+        if ending is not None:
+            ending.cancel()
         await asyncio.wait({serving})
         await service.close()
 
@@ -108,6 +113,15 @@ class DrainingServer(uvicorn.Server):
         """As the first signal does, and `at_once` as two of them, for the reason `name`."""
         self._num_signals += 2 if at_once else 1
         self._begin(name)
+
+    async def end_when_idle(self) -> None:
+        """With `keep_alive`: drains after that many seconds without a request."""
+        self._service.metrics.last_used = time.monotonic()  # a start may take longer than that
+        while (left := self._service.seconds_left) is None or left > 0:
+            if left is None:
+                return
+            await asyncio.sleep(min(left, IDLE_LOOK_SECONDS))
+        self.drain(f"no request for {self._service.settings.keep_alive:g} s (--keep-alive)")
 
     def _begin(self, name: str) -> None:
         if self._draining is None:

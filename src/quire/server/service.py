@@ -1,6 +1,7 @@
 """Service: what endpoints share. The engines' clients, the served model's text side, settings and counters."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -178,6 +179,14 @@ class Service:
     @property
     def is_sick(self) -> bool:
         return not self.main.is_ready and self.main.num_failures >= SICK_AFTER
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the server ends for want of requests; None without `keep_alive`."""
+        limit = self.settings.keep_alive
+        if limit is None or any(engine.has_work for engine in self.models.engines):
+            return limit
+        return max(0.0, limit - (time.monotonic() - self.metrics.last_used))
 
     @property
     def status(self) -> str:

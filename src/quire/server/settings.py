@@ -33,6 +33,7 @@ class ServerSettings:
     request_timeout: float | None = None  # seconds
     sse_keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     shutdown_timeout: float = 25.0
+    keep_alive: float | None = None  # seconds without a request after which the server ends
     engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
     log_requests: bool = False
     page: bool = True  # for browsers, at `/`
@@ -100,6 +101,8 @@ class ServerSettings:
             raise ConfigError(f"request_timeout={self.request_timeout} must be more than 0 seconds")
         if self.sse_keep_alive < 0:
             raise ConfigError(f"sse_keep_alive={self.sse_keep_alive} must not be negative (0: no comments)")
+        if self.keep_alive is not None and self.keep_alive <= 0:
+            raise ConfigError(f"keep_alive={self.keep_alive:g} must be more than 0 seconds (-1: never ends)")
         for name in ("engine_timeout", "header_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be more than 0 seconds")
@@ -131,6 +134,10 @@ class ServerSettings:
                 raise ConfigError(
                     f"{name} is counted in one process and api_server_count={count}: leave one of them out"
                 )
+        if self.keep_alive is not None:
+            raise ConfigError(
+                f"keep_alive={self.keep_alive:g} needs one process and api_server_count={count}"
+            )
         if self.max_stored_responses:
             raise ConfigError(
                 f"max_stored_responses={self.max_stored_responses} are kept in one process and "

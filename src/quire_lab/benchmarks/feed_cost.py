@@ -1,14 +1,16 @@
 """What the engine's feed costs: tokens per second of n streams with three listeners, beside none.
 
-    python -m quire_lab.benchmarks.feed_cost [--batches 4] [--n 64] [--output FILE.json]
+    python -m quire_lab.benchmarks.feed_cost [--seconds 600] [--n 64] [--output FILE.json]
 
 How it is measured:
 - One `quire serve` with the built-in model answers n streams at once, a batch of them after the other. While they run,
-  three listeners are there for WINDOW seconds, then none for as long, and so on. Tokens are counted as they arrive,
-  without the first SETTLE seconds of a window.
+  windows of WINDOW seconds follow each other in the order without, with, with, without listeners. Tokens are counted
+  as they arrive, without the first SETTLE seconds of a window.
 - A listener reads and drops: a page does its drawing on another machine.
-- A window is compared with the mean of the windows before and after it, so that growing contexts cancel out. `share` is
-  the median of these ratios; `standard_error` is that of their mean. On a machine that is not idle it is large.
+- Four windows make one pair, the inner two beside the outer two: contexts that grow steadily cancel out. `share` is the
+  mean of the pairs' ratios of tokens per second without the lowest and the highest tenth; `interval` has 95 %.
+- `cpu_share` is the same of tokens per CPU second of the server and its engine. Programs beside it disturb it less.
+- Batches go on until both intervals are narrower than PRECISION on each side, or the time is over.
 - `bytes_per_second` and `records_per_second` are of one listener.
 - `record_milliseconds` is the CPU time that an engine's thread needs for one record with that many sequences that all
   advance, on a simulated device.
@@ -29,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from quire.bench.machine import describe_machine, describe_versions
 from quire.core.config import EngineConfig
 from quire.core.request import Request
@@ -38,7 +42,9 @@ from quire.link.feed import EngineFeed
 
 LISTENERS, GOAL = 3, 0.99
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 280
-WINDOW, SETTLE = 2.0, 0.3
+WINDOW, SETTLE = 1.0, 0.2
+PATTERN = (False, True, True, False)
+PRECISION, TRIMMED, RESAMPLES = 0.0025, 0.1, 2000
 SEQUENCES = (64, 256, 512)
 
 
@@ -66,7 +72,7 @@ class Connection:
             writer.close()
 
 
-async def batch(url: str, count: int, seed: int) -> list[dict[str, Any]]:
+async def batch(url: str, pid: int, count: int, seed: int) -> list[dict[str, Any]]:
     """Windows of one batch, from the first token of all streams to the end of the first of them."""
     draw = random.Random(seed)
     bodies = [
@@ -84,22 +90,31 @@ async def batch(url: str, count: int, seed: int) -> list[dict[str, Any]]:
         await asyncio.sleep(0.05)
     windows: list[dict[str, Any]] = []
     while not any(task.done() for task in tasks):
-        windows.append(await window(url, streams, listens=len(windows) % 2 == 1))
+        windows.append(await window(url, pid, streams, listens=PATTERN[len(windows) % len(PATTERN)]))
     await asyncio.gather(*tasks)
     return windows[:-1]  # streams ended in the last one
 
 
-async def window(url: str, streams: list[Connection], listens: bool) -> dict[str, Any]:
+def cpu_seconds(pid: int) -> float:
+    server = psutil.Process(pid)
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+async def window(url: str, pid: int, streams: list[Connection], listens: bool) -> dict[str, Any]:
     listeners = [Connection(url, "/v1/engine/events") for _ in range(LISTENERS if listens else 0)]
     tasks = [asyncio.create_task(listener.run()) for listener in listeners]
     await asyncio.sleep(SETTLE)
     begin, before = time.perf_counter(), sum(stream.num_events for stream in streams)
+    cpu = cpu_seconds(pid)
     sizes = [(listener.num_events, listener.num_bytes) for listener in listeners[:1]]
     await asyncio.sleep(WINDOW - SETTLE)
     seconds = time.perf_counter() - begin
+    tokens = sum(stream.num_events for stream in streams) - before
     result = {
         "listens": listens,
-        "tokens_per_second": (sum(s.num_events for s in streams) - before) / seconds,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_cpu_second": tokens / max(1e-3, cpu_seconds(pid) - cpu),
     }
     for (events, size), listener in zip(sizes, listeners, strict=False):
         result["records_per_second"] = (listener.num_events - events) / seconds
@@ -110,14 +125,38 @@ async def window(url: str, streams: list[Connection], listens: bool) -> dict[str
     return result
 
 
-def shares(windows: list[dict[str, Any]]) -> list[float]:
-    """Of each window between two others: its tokens per second over theirs, or the reverse if it has no listeners."""
-    rates = [each["tokens_per_second"] for each in windows]
-    made = []
-    for at in range(1, len(windows) - 1):
-        ratio = rates[at] / ((rates[at - 1] + rates[at + 1]) / 2)
-        made.append(ratio if windows[at]["listens"] else 1 / ratio)
-    return made
+def shares(batches: list[list[dict[str, Any]]], what: str) -> list[float]:
+    """Of each four windows: the inner two, with listeners, over the outer two."""
+    ratios = []
+    for windows in batches:
+        for at in range(0, len(windows) - len(PATTERN) + 1, len(PATTERN)):
+            first, second, third, last = (each[what] for each in windows[at : at + len(PATTERN)])
+            if first + last > 0:
+                ratios.append((second + third) / (first + last))
+    return ratios
+
+
+def estimate(ratios: list[float]) -> dict[str, Any]:
+    """The trimmed mean, and its 95 % interval by resampling."""
+    draw = random.Random(0)
+    means = sorted(_trimmed(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    interval = [means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]]
+    return {"share": _trimmed(ratios), "interval": interval, "pairs": len(ratios)}
+
+
+def _trimmed(ratios: list[float]) -> float:
+    cut = int(TRIMMED * len(ratios))
+    return statistics.fmean(sorted(ratios)[cut : len(ratios) - cut])
+
+
+def is_sharp(batches: list[list[dict[str, Any]]]) -> bool:
+    for what in ("tokens_per_second", "tokens_per_cpu_second"):
+        if len(ratios := shares(batches, what)) < 12:
+            return False
+        low, high = estimate(ratios)["interval"]
+        if high - low > 2 * PRECISION:
+            return False
+    return True
 
 
 def record_milliseconds(count: int) -> float:
@@ -140,16 +179,28 @@ def record_milliseconds(count: int) -> float:
     return 1e3 * statistics.median(times[20:])
 
 
-def measured(count: int, batches: int) -> list[list[dict[str, Any]]]:
-    flags = ["--port", "0", "--max-num-seqs", str(count), "--kv-cache-memory-bytes", "512M"]
+def measured(count: int, seconds: float) -> list[list[dict[str, Any]]]:
+    flags = [
+        "--port",
+        "0",
+        "--max-num-seqs",
+        str(count),
+        "--kv-cache-memory-bytes",
+        "512M",
+        "--data-dir",
+        "none",
+    ]
     command = [sys.executable, "-m", "quire", "serve", *flags]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
         lines = (re.search(r"serving\s+(\S+)/v1", line) for line in server.stderr)
         url = next(match[1] for match in lines if match)
-        asyncio.run(batch(url, 2, 0))
-        return [asyncio.run(batch(url, count, 1 + number)) for number in range(batches)]
+        asyncio.run(batch(url, server.pid, 2, 0))
+        deadline, batches = time.monotonic() + seconds, []
+        while not batches or (time.monotonic() < deadline and not is_sharp(batches)):
+            batches.append(asyncio.run(batch(url, server.pid, count, 1 + len(batches))))
+        return batches
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(30)
@@ -159,27 +210,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which no batch begins")
     parser.add_argument("--n", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/feed_cost.json"))
     arguments = parser.parse_args()
-    batches = measured(arguments.n, arguments.batches)
-    ratios = [ratio for windows in batches for ratio in shares(windows)]
-    share, error = statistics.median(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+    batches = measured(arguments.n, arguments.seconds)
+    by_time = estimate(shares(batches, "tokens_per_second"))
+    by_cpu = estimate(shares(batches, "tokens_per_cpu_second"))
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "settings": {"n": arguments.n, "listeners": LISTENERS, "window_seconds": WINDOW},
-        "share": share,
-        "standard_error": error,
+        **by_time,
+        "cpu_share": by_cpu["share"],
+        "cpu_interval": by_cpu["interval"],
         "record_milliseconds": {str(count): record_milliseconds(count) for count in SEQUENCES},
         "batches": batches,
     }
-    print(
-        f"{LISTENERS} listeners, {arguments.n} streams: {share:.1%} of the tokens per second over "
-        f"{len(ratios)} windows, standard error {error:.1%} (goal: {GOAL:.0%})"
-    )
+    for what, one in (("second", by_time), ("CPU second of the server", by_cpu)):
+        low, high = one["interval"]
+        print(
+            f"{LISTENERS} listeners, {arguments.n} streams: {one['share']:.2%} of the tokens per {what} "
+            f"({low:.2%} to {high:.2%}, {one['pairs']} pairs; goal: {GOAL:.0%})"
+        )
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -39,6 +39,7 @@ def write_finding(
     pictures = [write_picture(picture, folder) for picture in finding.pictures]
     record = json.loads(_report(experiment, finding, seconds).as_json())
     record["results"]["load_average_before"] = round(load, 2)
+    record["results"]["pictures"] = [path.name for path in pictures]
     write_text(folder / f"{experiment.name}.json", json.dumps(record, indent=2) + "\n")
     done = Done(experiment, finding, pictures, record, seconds, _disturbed(load))
     write_text(folder / f"{experiment.name}.txt", as_text(done) + "\n")

@@ -152,20 +152,21 @@ class TuningEndpoints:
 
     async def _stream(self, job: Job) -> AsyncIterator[str]:
         """Events as they come, until the job ends."""
-        sent = 0
+        sent: set[str] = set()
         while True:
             has_ended = job.status in ENDED
             events = await asyncio.to_thread(self._events, job)
-            for event in events[sent:]:
-                yield f"data: {json.dumps(event)}\n\n"
-            sent = len(events)
+            for event in events:  # one of the training process may come late, before others that were sent
+                if event["id"] not in sent:
+                    yield f"data: {json.dumps(event)}\n\n"
+            sent.update(event["id"] for event in events)
             if has_ended:
                 yield "data: [DONE]\n\n"
                 return
             await asyncio.sleep(STREAM_SECONDS)
 
     def _events(self, job: Job) -> list[JobEvent]:
-        return [_event(job, index, event) for index, event in enumerate(self.jobs.events(job))]
+        return [_event(job, event) for event in self.jobs.events(job)]
 
     def _checkpoints(self, job: Job) -> list[JobCheckpoint]:
         metrics = {e["step"]: e for e in self.jobs.files(job).log.read() if e["type"] == "metrics"}
@@ -264,7 +265,7 @@ def _flags(method: str, given: dict[str, Any], seed: int) -> dict[str, Any]:
     }
 
 
-def _event(job: Job, index: int, event: dict[str, Any]) -> JobEvent:
+def _event(job: Job, event: dict[str, Any]) -> JobEvent:
     data = None
     match event["type"]:
         case "metrics":
@@ -275,7 +276,7 @@ def _event(job: Job, index: int, event: dict[str, Any]) -> JobEvent:
         case _:
             message = event["message"]
     return {
-        "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{index}",
+        "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{event['key']}",
         "object": "fine_tuning.job.event",
         "created_at": event["created_at"],
         "level": event.get("level", "info"),

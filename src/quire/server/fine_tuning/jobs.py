@@ -120,8 +120,13 @@ class Jobs:
         return RunFiles(self.adapter_folder(job))
 
     def events(self, job: Job) -> list[dict[str, Any]]:
-        """Messages of the job and metrics of its steps, the oldest first."""
-        both = [*RunLog(self.folder(job) / "events.jsonl").read(), *self.files(job).log.read()]
+        """Messages of the job and metrics of its steps, the oldest first. A `key` stays with its event."""
+        logs = {"m": RunLog(self.folder(job) / "events.jsonl"), "s": self.files(job).log}
+        both = [
+            {**event, "key": f"{name}{at}"}
+            for name, log in logs.items()
+            for at, event in enumerate(log.read())
+        ]
         return sorted(both, key=lambda event: int(event["created_at"]))
 
     def folder(self, job: Job) -> Path:

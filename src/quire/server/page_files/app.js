@@ -43,6 +43,8 @@ const VIEWS = [
   { id: "steps", title: "Steps", make: async () => (await import("./steps.js")).stepsView },
   { id: "models", title: "Models", make: async () => (await import("./models.js")).modelsView },
   { id: "files", title: "Files", make: async () => (await import("./files.js")).filesView, optional: true },
+  { id: "training", title: "Training", make: async () => (await import("./training.js")).trainingView, optional: true },
+  { id: "laboratory", title: "Laboratory", make: async () => (await import("./laboratory.js")).laboratoryView, optional: true },
 ];
 const shown = new Map(); // by id: {tab, panel, view}
 let current = null;

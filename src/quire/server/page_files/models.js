@@ -7,13 +7,14 @@ import { clean } from "./markdown.js";
 export function modelsView(panel, { tell }) {
   const list = h("tbody", {}), facts = h("div", { class: "tiles" }), report = h("pre", { class: "report" });
   const said = h("p", { class: "said", role: "alert" });
+  let timer = null;
   const name = h("input", { required: true, maxlength: "200" }), path = h("input", { required: true, maxlength: "4096" });
   const load = h("form", { class: "row-form" }, field("Name", name), field("Folder, inside --lora-dir", path), h("button", { class: "primary" }, "Load"));
   const loadCard = h("section", { class: "card", hidden: true }, h("h2", {}, "Load a LoRA adapter"), load, said);
   const reportCard = h("section", { class: "card", hidden: true }, h("h2", {}, "Start report"), report);
   fill(panel, h("div", { class: "narrow stack" }, facts,
     h("section", { class: "card" }, h("h2", {}, "Models and adapters"), h("table", { class: "models-table" },
-      h("thead", {}, h("tr", {}, ["Name", "Kind", "Context", ""].map((title) => h("th", {}, title)))), list)), loadCard, reportCard));
+      h("thead", {}, h("tr", {}, ["Name", "Kind", "Context or state", ""].map((title) => h("th", {}, title)))), list)), loadCard, reportCard));
 
   load.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -33,11 +34,35 @@ export function modelsView(panel, { tell }) {
     refresh();
   }
 
+  // One of several models behind this port.
+  async function change(id, action) {
+    setTimeout(refresh, 300); // its state while it starts
+    try {
+      await call(`v1/models/${action}`, { body: { model: id }, admin: true });
+    } catch (error) { tell(error.message); }
+    refresh();
+  }
+
+  function state(model) {
+    if (model.max_model_len) return number(model.max_model_len);
+    if (model.error) return h("span", { class: "failed" }, clean(model.error));
+    return clean([model.state ?? "starts when asked", model.pinned && "pinned", model.memory_bytes && bytes(model.memory_bytes), model.progress].filter(Boolean).join(", "));
+  }
+
+  function action(model) {
+    if (model.parent) return h("button", { type: "button", onclick: () => unload(model.id) }, "Unload");
+    if (!model.state || model.pinned || model.state === "starting") return null;
+    const does = model.state === "ready" ? "unload" : "load";
+    return h("button", { type: "button", onclick: () => change(model.id, does) }, does === "load" ? "Load" : "Unload");
+  }
+
   async function refresh() {
+    clearTimeout(timer);
     const { data } = await json("v1/models");
     fill(list, data.map((model) => h("tr", {}, h("td", {}, clean(model.id)),
-      h("td", { class: "dim" }, model.parent ? `adapter of ${clean(model.parent)}` : "model"), h("td", {}, model.max_model_len ? number(model.max_model_len) : "starts when asked"),
-      h("td", {}, model.parent && h("button", { type: "button", onclick: () => unload(model.id) }, "Unload")))));
+      h("td", { class: "dim" }, model.parent ? `adapter of ${clean(model.parent)}` : "model"), h("td", {}, state(model)), h("td", {}, action(model)))));
+    if (data.some((model) => model.state === "starting")) timer = setTimeout(refresh, 1000);
+    if (data.some((model) => model.state) && !data.some((model) => model.state === "ready")) return; // to ask for facts would start one
     try {
       const engine = await json("v1/engine", { admin: true });
       const tile = (value, label) => h("div", { class: "tile" }, h("b", {}, value), h("span", {}, label));
@@ -49,5 +74,5 @@ export function modelsView(panel, { tell }) {
     } catch { fill(facts); }
   }
 
-  return { show: () => refresh().catch((error) => tell(error.message)) };
+  return { show: () => refresh().catch((error) => tell(error.message)), hide: () => clearTimeout(timer) };
 }

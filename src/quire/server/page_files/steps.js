@@ -136,7 +136,7 @@ class StepsView {
     const now = h("span", {});
     const node = canvas(title, (target, context) => {
       const shown = points(), last = shown.at(-1);
-      drawPlot(target, context, shown, lines, fixed);
+      drawPlot(target, context, shown, lines, { fixed });
       fill(now, lines.map(([name, label, tone], index) => [index ? " · " : "", h("span", { style: { color: `var(--${tone})` } }, label), ` ${last?.[name] === undefined ? "–" : brief(last[name])}`]));
     });
     return { node, card: h("section", { class: "card plot" }, h("h2", {}, title, now), node) };
@@ -178,7 +178,7 @@ function quantile(buckets, share) {
   return low;
 }
 
-const brief = (value) => (value < 10 && value % 1 ? value.toFixed(1) : number(value));
+const brief = (value) => (value < 10 && value % 1 ? value.toFixed(value < 1 ? 2 : 1) : number(value));
 
 function niceCeiling(value) {
   const power = 10 ** Math.floor(Math.log10(value));
@@ -202,24 +202,26 @@ function axis(context, width, height, left, bottom, top, unit) {
   }
 }
 
-function drawPlot(node, context, points, lines, fixed) {
+// Over the last WINDOW seconds; with a `unit`, over all points from the first to the last.
+export function drawPlot(node, context, points, lines, { fixed, unit } = {}) {
   const width = node.clientWidth, height = node.clientHeight, left = 38, bottom = 16, end = points.at(-1)?.time ?? 0;
   context.clearRect(0, 0, width, height);
-  const shown = points.filter((point) => point.time > end - WINDOW);
-  const top = fixed ?? niceCeiling(Math.max(1, ...shown.flatMap((point) => lines.map(([name]) => point[name] ?? 0))));
+  const begin = unit ? points[0]?.time ?? 0 : end - WINDOW, span = Math.max(1e-9, end - begin);
+  const shown = points.filter((point) => unit || point.time > begin);
+  const top = fixed ?? niceCeiling(Math.max(unit ? 0.01 : 1, ...shown.flatMap((point) => lines.map(([name]) => point[name] ?? 0))));
   axis(context, width, height, left, bottom, top, "");
   context.fillStyle = colour("dim");
   context.textAlign = "left";
-  context.fillText(`−${WINDOW} s`, left, height - 6);
+  context.fillText(unit ? `${unit} ${number(begin)}` : `−${WINDOW} s`, left, height - 6);
   context.textAlign = "right";
-  context.fillText("now", width, height - 6);
+  context.fillText(unit ? number(end) : "now", width, height - 6);
   for (const [name, , tone] of lines) {
     context.strokeStyle = colour(tone);
     context.lineWidth = 1.6;
     context.lineJoin = "round";
     context.beginPath();
-    shown.forEach((point, index) => {
-      const x = width - 2 - ((end - point.time) / WINDOW) * (width - left), y = height - bottom - Math.min(1, (point[name] ?? 0) / top) * (height - bottom - 6);
+    shown.filter((point) => !unit || point[name] !== undefined).forEach((point, index) => {
+      const x = width - 2 - ((end - point.time) / span) * (width - left - 2), y = height - bottom - Math.min(1, (point[name] ?? 0) / top) * (height - bottom - 6);
       if (index) context.lineTo(x, y); else context.moveTo(x, y);
     });
     context.stroke();
