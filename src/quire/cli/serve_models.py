@@ -79,9 +79,10 @@ def refusal(api_keys: Sequence[str], admin_key: str | None) -> Callable[[Any, bo
     def lacks(scope: Any, changes: bool) -> str | None:
         offered = offered_key(scope["headers"])
         if changes and admin:
-            known = admin.identify(offered)
+            known = admin.identify(offered) is not None
         else:
-            known = not keys or is_open(scope["path"]) or keys.identify(offered) or admin.identify(offered)
+            names = keys.identify(offered), admin.identify(offered)
+            known = not keys or is_open(scope["path"]) or any(names)
         if not known:
             wanted = "the admin key" if changes and admin else "an API key"
             return f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
