@@ -52,14 +52,15 @@ def wait_whole(server: RunningServer) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_prompt_is_computed_here_and_decoded_there_and_faults_change_no_token(
-    server: RunningServer, start_server, tmp_path: Path
+    server: RunningServer, start_server, tmp_path: Path, kills: int
 ) -> None:
     folder = ("--kv-offload-gb", "0.5", "--kv-offload-dir", str(tmp_path))
     pair = start_server("-dp", "2", "--roles", "prefill,decode", *folder)
     _prompts_are_handed_over(server, pair)
     _corrupt_cut_and_missing_files_are_computed(server, pair, tmp_path)
-    _either_side_may_be_killed_at_any_moment(server, pair)
+    _either_side_may_be_killed_at_any_moment(server, pair, kills)
     wait_whole(pair)
     assert pair.pool()["blocks_used"] == 0
     assert not list(tmp_path.glob("*/.writing-*"))  # a new process removes what a killed one left
@@ -116,9 +117,9 @@ def _corrupt_cut_and_missing_files_are_computed(
     assert tokens(answers) == tokens([ask(server, number) for number in numbers])
 
 
-def _either_side_may_be_killed_at_any_moment(server: RunningServer, pair: RunningServer) -> None:
+def _either_side_may_be_killed_at_any_moment(server: RunningServer, pair: RunningServer, kills: int) -> None:
     draw = random.Random(1)
-    for attempt in range(4):
+    for attempt in range(kills):
         wait_whole(pair)
         numbers = range(20 + 4 * attempt, 24 + 4 * attempt)
         threads, answers = asked_together(pair, numbers)
