@@ -203,10 +203,10 @@ class MemoryConfig:
         if self.kv_offload_dir is not None and not self.kv_offload_gb:
             raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
         one_of("role", self.role, ROLES)
-        if self.role != "both" and (self.kv_offload_dir is None or not self.enable_prefix_caching):
+        if self.role != "both" and self.kv_offload_dir is None:
             raise ConfigError(
                 f"role={self.role!r} hands prompts over through a folder that both engines share: give kv_offload_gb "
-                "and kv_offload_dir, such as 1 and /dev/shm/quire-kv, and leave the prefix cache on"
+                "and kv_offload_dir, such as 1 and /dev/shm/quire-kv"
             )
 
 
