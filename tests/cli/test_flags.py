@@ -46,6 +46,7 @@ OTHER = {
     "swap_space": 0.5,
     "kv_offload_gb": 0.25,
     "kv_offload_dir": "kept",
+    "role": "prefill",
     "max_num_seqs": 3,
     "max_num_batched_tokens": 64,
     "max_queue_requests": 10,

@@ -185,6 +185,39 @@ def test_a_request_is_tried_elsewhere_until_an_answer_has_begun():
     with_stubs(dead, full, good, use=use, policy="round-robin")
 
 
+def test_a_prefill_server_computes_the_prompt_first_and_may_fail():
+    async def run() -> None:
+        async with Stub(b"{}") as prefill, Stub(None) as broken, Stub(USAGE % (300, 280)) as decode:
+            servers = Servers([decode.url], prefill=[prefill.url])
+            await servers.start()
+            body = json.dumps(
+                {"prompt": "a long one " * 100, "max_tokens": 9, "n": 2, "stream": True}
+            ).encode()
+            try:
+                for _ in range(2):  # then the second server has the prompt
+                    asked = Asked(RouterApp(servers), body)
+                    await asked.done
+                    assert asked.status == 200
+            finally:
+                await servers.close()
+            assert [json.loads(each) for each in prefill.bodies] == [
+                {"prompt": "a long one " * 100, "max_tokens": 1}
+            ]
+            assert decode.bodies == [body, body]
+            assert servers.described()[0]["handed_over_tokens"] == 280
+            servers = Servers([decode.url], prefill=[broken.url])
+            await servers.start()
+            try:
+                asked = Asked(RouterApp(servers), body)
+                await asked.done
+            finally:
+                await servers.close()
+            assert (asked.status, len(decode.bodies)) == (200, 3)
+            assert broken.bodies  # asked, on a kept connection twice
+
+    asyncio.run(run())
+
+
 def test_the_last_servers_refusal_is_the_answer():
     async def use(app: RouterApp, servers: Servers) -> None:
         asked = Asked(app, prompt("x"))

@@ -19,7 +19,13 @@ HOST, PORT = "127.0.0.1", 8001
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("urls", nargs="+", metavar="URL", help="the servers, such as http://127.0.0.1:8000")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="the servers, such as http://127.0.0.1:8000")
+    for role, what in (
+        ("prefill", "computes prompts for the others"),
+        ("decode", "answers, with prompts of those"),
+    ):
+        text = f"a server started with --role {role}, which {what} (repeatable)"
+        parser.add_argument(f"--{role}", action="append", default=[], metavar="URL", help=text)
     names = ", ".join(POLICIES)
     parser.add_argument(
         "--policy",
@@ -42,7 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     logs.configure()
     if arguments.cache_tokens < 1:
         raise ConfigError(f"--cache-tokens is {arguments.cache_tokens}: give 1 or more")
-    servers = Servers(arguments.urls, arguments.policy, arguments.cache_tokens)
+    urls = [*arguments.urls, *arguments.decode]
+    if not urls:
+        raise ConfigError("no server to answer: name servers, or --decode URL beside --prefill URL")
+    servers = Servers(urls, arguments.policy, arguments.cache_tokens, arguments.prefill)
     listener = bind(ServerSettings(host=arguments.host, port=arguments.port))
     try:
         asyncio.run(_serve(servers, listener))

@@ -222,6 +222,12 @@ def _add_replicas(group: FlagGroup) -> None:
         help="engines that serve the model, each on its own GPU or with its share of the cores (default: 1)",
     )
     group.add_argument(
+        "--roles",
+        type=lambda text: tuple(text.split(",")),
+        metavar="ROLE,…",
+        help="role of each of them: prefill computes prompts, decode the answers, both does both",
+    )
+    group.add_argument(
         "--routing-policy",
         metavar="NAME",
         help="which of them gets a request: prefix-work, least-work, least-requests or round-robin "

@@ -16,6 +16,7 @@ from quire.core.errors import ConfigError
 
 Task = Literal["generate", "embed"]  # what a model is for
 USUAL_BLOCK_SIZE = 16
+ROLES = ("both", "prefill", "decode")  # of engines that share prompts through a folder
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # FasterTransformer: a batch runs until its last request ends, each with memory for the longest answer
@@ -169,6 +170,11 @@ class MemoryConfig:
     kv_offload_dir: str | None = setting(
         None, "folder for a disk tier behind --kv-offload-gb, eight times its size; survives restarts"
     )
+    role: str = setting(
+        "both",
+        "prefill: writes the blocks of every prompt into --kv-offload-dir before it answers, for an engine with role "
+        "decode that shares the folder; both: neither",
+    )
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
@@ -196,6 +202,12 @@ class MemoryConfig:
         not_negative("kv_offload_gb", self.kv_offload_gb)
         if self.kv_offload_dir is not None and not self.kv_offload_gb:
             raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
+        one_of("role", self.role, ROLES)
+        if self.role != "both" and self.kv_offload_dir is None:
+            raise ConfigError(
+                f"role={self.role!r} hands prompts over through a folder that both engines share: give kv_offload_gb "
+                "and kv_offload_dir, such as 1 and /dev/shm/quire-kv"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,9 @@ class RoutingStats:
     pending_tokens: int = gauge(
         "replica_pending_tokens", "Uncached prompt tokens that the replica has to compute, as estimated.", 0
     )
+    handed_over: int = counter(
+        "replica_handed_over_tokens_total", "Prompt tokens that a prefill replica computed for this one."
+    )
 
 
 @dataclass(frozen=True, slots=True)

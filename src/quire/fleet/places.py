@@ -1,5 +1,6 @@
 """Where replicas run: each on a GPU of its own, or with its share of the cores."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.core.config import EngineConfig
@@ -9,11 +10,14 @@ from quire.observe.host import default_num_threads, visible_gpus
 MAX_REPLICAS = 64
 
 
-def replica_configs(config: EngineConfig, count: int) -> list[EngineConfig]:
+def replica_configs(config: EngineConfig, count: int, roles: Sequence[str] = ()) -> list[EngineConfig]:
     """The settings of each replica. A number of threads that was asked for is that of each."""
     if not 1 <= count <= MAX_REPLICAS:
         raise ConfigError(f"data_parallel_size={count} is outside 1 to {MAX_REPLICAS}")
     configs = [_with_own_seeds(config, index) for index in range(count)]
+    if roles:
+        memories = [replace(config.memory, role=role) for role in roles]
+        configs = [replace(own, memory=memory) for own, memory in zip(configs, memories, strict=True)]
     device, num_gpus = config.runner.device, len(visible_gpus())
     if device not in ("auto", "cuda") or not num_gpus:
         threads = config.runner.num_threads or max(1, default_num_threads() // count)

@@ -10,7 +10,7 @@ import msgspec
 from quire.core import stats
 from quire.core.errors import QuireError
 from quire.fleet.prefixes import Prefix
-from quire.fleet.servers import Servers, prefix_of_body
+from quire.fleet.servers import Servers, prefix_of_body, prompt_only
 from quire.link.http_client import ConnectionLost, Response
 from quire.observe.logs import get_logger
 
@@ -20,6 +20,7 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 MAX_BODY_BYTES = 64 << 20
 RETRY_SECONDS = 2
+GENERATING = ("/completions", "/messages")  # paths whose requests have a prompt and max_tokens
 SERVER_UP = stats.Metric("gauge", "server_up", "Whether the server answers.")
 TRY_ANOTHER = frozenset({429, 502, 503})  # a server that is full or ends; another one may take the request
 # of one connection, not of the request
@@ -85,6 +86,9 @@ class RouterApp:
         order, last = servers.order(prefix), "no server answers"
         for attempt, number in enumerate(order):
             server, is_last = servers.servers[number], attempt == len(order) - 1
+            handed_over = scope["path"].endswith(GENERATING) and await self._prefill(
+                prefix, number, target, body, head
+            )
             request_id = servers.sent(prefix, number)
             reply = Reply(send)
             try:
@@ -92,7 +96,7 @@ class RouterApp:
                     if response.status in TRY_ANOTHER and not is_last:
                         await response.read()
                         continue
-                    await self._pass_back(request_id, prefix, response, reply)
+                    await self._pass_back(request_id, prefix, response, reply, handed_over)
                     return
             except ConnectionLost as fault:
                 server.failed(str(fault))
@@ -106,7 +110,27 @@ class RouterApp:
         message = f"none of {len(servers.servers)} servers takes the request ({status or last}): try again"
         await refuse(send, 503, message, "no_server", {"Retry-After": str(RETRY_SECONDS)})
 
-    async def _pass_back(self, request_id: str, prefix: Prefix, response: Response, reply: "Reply") -> None:
+    async def _prefill(self, prefix: Prefix, number: int, target: str, body: bytes, head: bytes) -> bool:
+        """Lets a prefill server compute the prompt; whether it did. If not, the request's own server will."""
+        servers = self._servers
+        helpers = servers.prefill(prefix, number)
+        prompt = prompt_only(body) if helpers else None
+        if prompt is None:
+            return False
+        server, request_id = servers.servers[helpers[0]], servers.sent(prefix, helpers[0])
+        try:
+            async with server.client.send("POST", target, prompt, head) as response:
+                await response.read()
+                return response.status == 200
+        except ConnectionLost as fault:
+            server.failed(str(fault))
+            return False
+        finally:
+            servers.router.ended(request_id)
+
+    async def _pass_back(
+        self, request_id: str, prefix: Prefix, response: Response, reply: "Reply", handed_over: bool
+    ) -> None:
         servers, piece, rest = self._servers, b"", b""
         async for piece in response.pieces():
             if not reply.has_begun:
@@ -116,7 +140,7 @@ class RouterApp:
             if b'_tokens"' in piece:
                 rest = piece
         if rest:
-            servers.counted(request_id, prefix, rest)
+            servers.counted(request_id, prefix, rest, handed_over)
         await reply.end(response)
 
     # ------------------------------------------------------------------ the router's own endpoints

@@ -4,18 +4,20 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, QueueBounds, Request
+from quire.core.sampling import SamplingParams
 from quire.core.stats import EngineStats, QueueStats
 from quire.engine.streams import Stream
 from quire.fleet.places import replica_configs
 from quire.fleet.policies import DEFAULT, find_policy
 from quire.fleet.prefixes import Prefix, prefix_of
-from quire.fleet.router import Router
+from quire.fleet.router import HAND_OVER_TOKENS, Router
 from quire.link.channel import Channel
 from quire.link.client import EngineClient, message_of
 from quire.link.messages import Add, Embed, FromEngine, Ready, Updates
@@ -43,11 +45,14 @@ class Replica(EngineClient):
         engine_timeout: float,
     ) -> None:
         self.replica = index
+        self.role = config.memory.role
         self.draining = False  # it gets no new requests
         self._router = router
         self._load = router.loads[index]
         self.routing = self._load.stats
         self._unanswered: set[str] = set()  # requests without their first token
+        self._prefill: Callable[[], Stream[Any]] | None = None  # for the requests that are being submitted
+        self._handing_over: dict[str, asyncio.Task[None]] = {}  # by request
         super().__init__(config, bounds, on_progress, engine_timeout, f"replica {index} engine")
 
     @property
@@ -59,8 +64,10 @@ class Replica(EngineClient):
         requests: Sequence[Request | EmbedRequest],
         messages: Sequence[Add | Embed],
         prefixes: Sequence[Prefix],
+        prefill: Callable[[], Stream[Any]] | None = None,
     ) -> Stream[Any]:
-        """As `submit`, and in the router's account."""
+        """As `submit`, and in the router's account. `prefill` lets another replica compute the prompts first."""
+        self._prefill = prefill
         stream = self.submit(requests, messages)
         assert self.replica is not None
         for request, prefix in zip(requests, prefixes, strict=True):
@@ -68,7 +75,44 @@ class Replica(EngineClient):
             self._unanswered.add(request.request_id)
         return stream
 
+    def _send(self, channel: Channel | RelayedEngine, stream: Stream[Any], encoded: list[bytes]) -> None:
+        if self._prefill is None:
+            super()._send(channel, stream, encoded)
+            return
+        task = asyncio.create_task(self._hand_over(self._prefill, channel, stream, encoded))
+        self._handing_over.update(dict.fromkeys(stream.request_ids, task))
+
+    async def _hand_over(
+        self,
+        prefill: Callable[[], Stream[Any]],
+        channel: Channel | RelayedEngine,
+        stream: Stream[Any],
+        encoded: list[bytes],
+    ) -> None:
+        """Sends the requests once their prompts are computed elsewhere, or at once if they cannot be. Ended by
+        `request_ended`: a client that leaves, or the death of this replica.
+        """
+        try:
+            prompts = prefill()
+            try:
+                open_ids = set(prompts.request_ids)
+                while open_ids:
+                    ended = [update for update in await prompts.updates() if update.finish_reason is not None]
+                    for update in ended:
+                        open_ids.discard(update.request_id)
+                        prompts.done(update.request_id)
+            finally:
+                prompts.close()
+        except QuireError as fault:
+            log.warning("replica %d computes a prompt itself: %s", self.replica, fault)
+        for request_id in stream.request_ids:
+            self._handing_over.pop(request_id, None)
+        super()._send(channel, stream, encoded)
+
     def request_ended(self, request_id: str) -> None:
+        task = self._handing_over.pop(request_id, None)
+        if task is not None:
+            task.cancel()
         super().request_ended(request_id)
         self._unanswered.discard(request_id)
         self._router.ended(request_id)
@@ -94,6 +138,8 @@ class Replica(EngineClient):
         for request_id, num_cached in chain(columns, others):
             if request_id in self._unanswered:
                 self._unanswered.remove(request_id)
+                if self.role == "decode":
+                    self._load.stats.handed_over += max(0, num_cached - self._router.known_tokens(request_id))
                 self._router.first_token(request_id, num_cached)
 
     async def restart(self, seconds: float = DRAIN_SECONDS) -> None:
@@ -120,12 +166,14 @@ class Replica(EngineClient):
         """Its state, for operators."""
         return {
             "replica": self.replica,
+            "role": self.role,
             "status": "draining" if self.draining and self.is_ready else self.status,
             "pid": self.ready.pid if self.ready is not None and self.is_ready else None,
             "restarts": self.num_restarts,
             "requests_routed": self._load.stats.num_routed,
             "requests_open": self._load.num_open,
             "pending_tokens": self._load.pending_tokens,
+            "handed_over_tokens": self._load.stats.handed_over,
             "cached_tokens_known": self._load.shadow.num_tokens,
             "sequences_running": self.queue.num_running,
             "requests_waiting": self.queue.num_waiting,
@@ -147,12 +195,14 @@ class ReplicaSet:
         engine_timeout: float = STEP_SECONDS,
         count: int = 2,
         policy: str = DEFAULT,
+        roles: Sequence[str] = (),
     ) -> None:
+        """`roles`: of each replica; by default all are those of `config`."""
         self.policy = policy
         self.router = Router(find_policy(policy), [0] * count)
         self.replicas = [
             Replica(own, index, self.router, bounds, on_progress if index == 0 else None, engine_timeout)
-            for index, own in enumerate(replica_configs(config, count))
+            for index, own in enumerate(replica_configs(config, count, roles))
         ]
         first = self.replicas[0]
         self.admission, self.adapters = first.admission, first.adapters
@@ -276,13 +326,30 @@ class ReplicaSet:
         serving = self._serving()
         messages = [message_of(request) for request in requests]
         prefixes = [_prefix(request, message) for request, message in zip(requests, messages, strict=True)]
-        order = self.router.order(_together(prefixes), serving)
-        for number in order[:-1]:
+        prompts = [number for number in serving if self.replicas[number].role == "prefill"]
+        decoding = [number for number in serving if number not in prompts]
+        if any(
+            isinstance(each, EmbedRequest) or each.sampling.prompt_logprobs is not None for each in requests
+        ):
+            prompts = []  # computed as a whole where they are asked for
+        prefix, prefill = _together(prefixes), None
+        order = self.router.order(prefix, decoding or serving)
+        for number in order:
+            if prompts and decoding and self.router.uncached(prefix, number) > HAND_OVER_TOKENS:
+                prefill = partial(self._compute, requests, prefixes, self.router.order(prefix, prompts)[0])
             try:
-                return self.replicas[number].take(requests, messages, prefixes)
+                return self.replicas[number].take(requests, messages, prefixes, prefill)
             except (QueueFull, EngineDead):
-                continue  # the next may have room
-        return self.replicas[order[-1]].take(requests, messages, prefixes)
+                if number == order[-1]:
+                    raise  # else the next may have room
+        raise AssertionError("there is at least one replica")
+
+    def _compute(
+        self, requests: Sequence[Request | EmbedRequest], prefixes: Sequence[Prefix], number: int
+    ) -> Stream[Any]:
+        """Lets a prefill replica compute the prompts, which leaves their blocks in the folder that all share."""
+        prompts = [prompt_only(request) for request in requests if isinstance(request, Request)]
+        return self.replicas[number].take(prompts, [message_of(prompt) for prompt in prompts], prefixes)
 
     def check_room(self, num_requests: int = 1, num_sequences: int = 1) -> None:
         """Raises if no replica has room."""
@@ -341,6 +408,12 @@ class ReplicaSet:
 def _log_late(start: "asyncio.Task[Ready]") -> None:
     if not start.cancelled() and (fault := start.exception()) is not None:
         log.error("%s; it is not tried again: restart the server", fault)
+
+
+def prompt_only(request: Request) -> Request:
+    """The request that computes the prompt and one token, which is dropped."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    return replace(request, request_id=f"{request.request_id}-prefill", sampling=sampling)
 
 
 def _prefix(request: Request | EmbedRequest, message: Add | Embed) -> Prefix:

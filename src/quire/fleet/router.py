@@ -7,6 +7,7 @@ from quire.fleet.load import Load
 from quire.fleet.policies import Costs
 from quire.fleet.prefixes import PIECE, Prefix, PrefixShadow
 
+HAND_OVER_TOKENS = 64  # a prompt with fewer uncached tokens is not worth two requests
 MISSING_ADAPTER = 256  # tokens that loading an adapter counts as
 
 
@@ -85,6 +86,15 @@ class Router:
         )
         if num_found < routed.num_known:
             load.shadow.drop_until(routed.used[num_found])
+
+    def uncached(self, prefix: Prefix, replica: int) -> int:
+        """Tokens that the replica would compute."""
+        return prefix.num_tokens - prefix.tokens_of(self.loads[replica].shadow.match(prefix.hashes))
+
+    def known_tokens(self, request_id: str) -> int:
+        """Tokens of an open request that its replica was thought to have."""
+        routed = self._routed.get(request_id)
+        return 0 if routed is None else routed.prefix.tokens_of(routed.num_known)
 
     def ended(self, request_id: str) -> None:
         """Whether it was answered, refused or aborted."""

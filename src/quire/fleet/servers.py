@@ -11,7 +11,7 @@ import msgspec
 from quire.core.errors import ConfigError
 from quire.fleet.policies import DEFAULT, find_policy
 from quire.fleet.prefixes import Prefix, prefix_of
-from quire.fleet.router import Router
+from quire.fleet.router import HAND_OVER_TOKENS, Router
 from quire.link.http_client import ConnectionLost, HttpClient
 from quire.observe.logs import get_logger
 
@@ -20,6 +20,14 @@ HEALTH_SECONDS = 1.0  # between two looks at a server
 HEALTH_TIMEOUT = 5.0
 CACHE_TOKENS = 1 << 19  # of a server's prefix cache, until its answers say otherwise
 _COUNTS = re.compile(rb'"(prompt_tokens|cached_tokens)"\s*:\s*(\d+)')
+
+
+# of a request: what concerns its answer only
+ANSWER_FIELDS = frozenset(
+    ("stream", "stream_options", "n", "best_of", "max_completion_tokens", "min_tokens", "stop", "logprobs")
+    + ("top_logprobs", "store", "response_format", "structured_outputs", "guided_json", "guided_regex")
+    + ("guided_choice", "guided_grammar")
+)
 
 
 class RoutedBody(msgspec.Struct):
@@ -43,6 +51,16 @@ class RoutedBody(msgspec.Struct):
 _decode = msgspec.json.Decoder(RoutedBody).decode
 
 
+def prompt_only(body: bytes) -> bytes | None:
+    """The body of a request that computes the prompt and one token; None for one that has no prompt."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    kept = {name: value for name, value in fields.items() if name not in ANSWER_FIELDS}
+    return msgspec.json.encode({**kept, "max_tokens": 1})
+
+
 def prefix_of_body(body: bytes) -> Prefix:
     """By the bytes of the prompt; a body that is no JSON object has none, and its server will say what is wrong."""
     try:
@@ -54,7 +72,8 @@ def prefix_of_body(body: bytes) -> Prefix:
 class Server:
     """One of the servers. `fault` says why it gets no requests now."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, role: str = "both") -> None:
+        self.role = role
         self.url = url.rstrip("/").removesuffix("/v1")
         self.client = HttpClient(self.url)
         self.fault: str | None = "it was not asked yet"
@@ -89,14 +108,21 @@ class Server:
 class Servers:
     """Made and used in one event loop; must be closed."""
 
-    def __init__(self, urls: Sequence[str], policy: str = DEFAULT, cache_tokens: int = CACHE_TOKENS) -> None:
-        self.servers = [Server(url) for url in urls]
+    def __init__(
+        self,
+        urls: Sequence[str],
+        policy: str = DEFAULT,
+        cache_tokens: int = CACHE_TOKENS,
+        prefill: Sequence[str] = (),
+    ) -> None:
+        """The servers of `prefill` compute prompts for those of `urls`, with which they share a folder of blocks."""
+        self.servers = [Server(url) for url in urls] + [Server(url, "prefill") for url in prefill]
         known = [server.url for server in self.servers]
         twice = next((url for url in known if known.count(url) > 1), None)
         if twice is not None:
             raise ConfigError(f"{twice} is named twice: name each server once")
         self.policy = policy
-        self.router = Router(find_policy(policy), [cache_tokens] * len(urls))
+        self.router = Router(find_policy(policy), [cache_tokens] * len(self.servers))
         self._ids = map(str, itertools.count())
         self._watching: asyncio.Task[None] | None = None
 
@@ -124,10 +150,18 @@ class Servers:
         return sum(server.is_up for server in self.servers)
 
     def order(self, prefix: Prefix) -> list[int]:
-        """The servers that answer, the best first."""
-        return self.router.order(
-            prefix, [number for number, server in enumerate(self.servers) if server.is_up]
-        )
+        """The servers that answer, the best first; prefill servers only where there are no others."""
+        return self._order(prefix, "both") or self._order(prefix, "prefill")
+
+    def prefill(self, prefix: Prefix, number: int) -> list[int]:
+        """Servers that should compute the prompt before that server answers, the best first."""
+        if self.servers[number].role == "prefill" or self.router.uncached(prefix, number) <= HAND_OVER_TOKENS:
+            return []
+        return self._order(prefix, "prefill")
+
+    def _order(self, prefix: Prefix, role: str) -> list[int]:
+        candidates = [n for n, server in enumerate(self.servers) if server.is_up and server.role == role]
+        return self.router.order(prefix, candidates)
 
     def sent(self, prefix: Prefix, number: int) -> str:
         """Notes a request; the id that the router knows it by."""
@@ -135,22 +169,28 @@ class Servers:
         self.router.sent(request_id, prefix, number)
         return request_id
 
-    def counted(self, request_id: str, prefix: Prefix, piece: bytes) -> None:
+    def counted(self, request_id: str, prefix: Prefix, piece: bytes, handed_over: bool = False) -> None:
         """Corrects the shadow by the usage in an answer's last bytes, where the server counts cached tokens."""
         counts = {name: int(value) for name, value in _COUNTS.findall(piece)}
         prompt, cached = counts.get(b"prompt_tokens", 0), counts.get(b"cached_tokens")
         if prompt and cached is not None:
+            number = self.router.replica_of(request_id)
+            if number is not None and handed_over:
+                known = self.router.known_tokens(request_id) * prompt // max(1, prefix.num_tokens)
+                self.router.loads[number].stats.handed_over += max(0, cached - known)
             self.router.first_token(request_id, cached * prefix.num_tokens // prompt)
 
     def described(self) -> list[dict[str, Any]]:
         return [
             {
                 "url": server.url,
+                "role": server.role,
                 "status": "ready" if server.is_up else server.fault,
                 "failures": server.num_failures,
                 "requests_routed": load.stats.num_routed,
                 "requests_open": load.num_open,
                 "pending_tokens": load.pending_tokens,
+                "handed_over_tokens": load.stats.handed_over,
                 "cached_tokens_known": load.shadow.num_tokens,
             }
             for server, load in zip(self.servers, self.router.loads, strict=True)

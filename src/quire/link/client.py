@@ -283,9 +283,12 @@ class EngineClient:
         encoded = [_encoded(message) for message in messages or map(message_of, requests)]
         self.admission.enter(requests)
         stream = self._streams.open([request.request_id for request in requests])
+        self._send(channel, stream, encoded)
+        return stream
+
+    def _send(self, channel: "Channel | RelayedEngine", _stream: Stream[Any], encoded: list[bytes]) -> None:
         for data in encoded:
             channel.send_encoded(data)
-        return stream
 
     def check_room(self, num_requests: int = 1, num_sequences: int = 1) -> None:
         """Raises what `submit` would raise for that many requests of any length, before the work of preparing them."""

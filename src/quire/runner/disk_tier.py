@@ -1,6 +1,7 @@
 """FileDiskTier: blocks in files, so that a prefix outlives the pool, host memory and the process."""
 
 import hashlib
+import itertools
 import os
 import queue
 import re
@@ -60,7 +61,7 @@ class FileDiskTier:
         self._closing = False
         self._num_clears = 0  # writes that were queued before the last one are dropped
         self._can_write = True
-        self._num_written = 0
+        self._numbers = itertools.count(1)  # of unfinished files
         self._read_seconds = 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._write_file(folder / f"{UNFINISHED}{os.getpid()}", [b"test"]).unlink()
@@ -92,6 +93,12 @@ class FileDiskTier:
             return False
         self._writes.put_nowait((content, host, self._bytes_of(host), ticket, self._num_clears))
         return True
+
+    def put(self, content: bytes, payload: memoryview) -> bool:
+        """Writes a block now, in the caller's thread; whether it is there."""
+        if self._can_write:
+            self._keep(content, payload, self._num_clears)
+        return self.has(content)
 
     def read(self, content: bytes, host: int) -> None:
         self._reads.put((content, host, self._bytes_of(host)))
@@ -151,12 +158,11 @@ class FileDiskTier:
             return
         header = HEADER.pack(MAGIC, content, hashlib.sha256(payload).digest(), self._block_bytes)
         path = self._path(content)
-        self._num_written += 1
         try:
             while (oldest := self._evicted()) is not None:
                 self._path(oldest).unlink(missing_ok=True)
             path.parent.mkdir(exist_ok=True)
-            unfinished = self.folder / f"{UNFINISHED}{os.getpid()}-{self._num_written}"
+            unfinished = self.folder / f"{UNFINISHED}{os.getpid()}-{next(self._numbers)}"
             self._write_file(unfinished, [header, payload]).replace(path)
         except OSError as error:
             self._can_write = False

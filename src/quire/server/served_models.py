@@ -74,7 +74,9 @@ class ServedModel:
         if num_replicas != 1:
             replicas: type[ReplicaSet] = importlib.import_module("quire.fleet.replicas").ReplicaSet
             policy = settings.routing_policy
-            several = replicas(config, bounds, on_progress, settings.engine_timeout, num_replicas, policy)
+            several = replicas(
+                config, bounds, on_progress, settings.engine_timeout, num_replicas, policy, settings.roles
+            )
             return cls(task, several, settings, names)
         what = "engine" if task == "generate" else "embedding engine"
         client = EngineClient(config, bounds, on_progress, settings.engine_timeout, what, relay)

@@ -16,6 +16,7 @@ class ServerSettings:
     root_path: str = ""
     api_server_count: int = 1  # HTTP processes
     data_parallel_size: int = 1  # engines that serve the main model
+    roles: tuple[str, ...] = ()  # of each of them, where some compute prompts for others
     routing_policy: str = "prefix-work"  # which of them gets a request
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -77,6 +78,12 @@ class ServerSettings:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
         if self.api_server_count != 1:
             self._check_processes()
+        count = self.data_parallel_size
+        if self.roles and (count == 1 or len(self.roles) != count or set(self.roles) == {"prefill"}):
+            raise ConfigError(
+                f"roles={','.join(self.roles)} and data_parallel_size={count}: name a role, prefill, decode or both, "
+                "for each of two or more replicas, and not prefill for all of them"
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
         if self.vector_store is not None and not self.vector_store.startswith(("qdrant://", "qdrants://")):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from quire.adapters.peft import PackedAdapter
@@ -50,6 +51,7 @@ from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
 from quire.weights.source import Source
 
+PREFILL_ENGINE = "quire.engine.prefill"  # not on the path of plain requests
 E = TypeVar("E", bound=EngineCore[Any])
 
 
@@ -182,7 +184,14 @@ def _make_engine(
     if plan.speculative is not None:
         proposer = make_proposer(plan, parts.scheduler, models.draft, pool.size, parts.proposals)
         make_speculation = partial(Speculation, plan.speculative, proposer, parts.limits.max_num_seqs)
-    return Engine(
+    make: Callable[..., Engine] = Engine
+    if (
+        config.memory.role == "prefill"
+        and host.transfers is not None
+        and host.transfers.disk_tier is not None
+    ):
+        make = partial(import_module(PREFILL_ENGINE).PrefillEngine, pool.pool.data, host.transfers.disk_tier)
+    return make(
         parts.scheduler,
         parts.limits,
         memory,

@@ -1,0 +1,141 @@
+"""Prompts computed by one replica and decoded by another: the tokens of one engine, whatever happens to either."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.server.settings import ServerSettings
+from tests.server.running import PATIENCE, RunningServer
+
+
+def ask(server: RunningServer, number: int) -> dict[str, Any]:
+    prompt = f"Tale {number}: " + "the fox of the old house ran on and on over the hill. " * (8 + number % 5)
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def tokens(answers: Sequence[dict[str, Any]]) -> list[str]:
+    return [answer["choices"][0]["text"] for answer in answers]
+
+
+def asked_together(server: RunningServer, numbers: Sequence[int]) -> tuple[list[threading.Thread], dict]:
+    answers: dict[int, dict[str, Any]] = {}
+
+    def run(number: int) -> None:
+        answers[number] = ask(server, number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def replicas(server: RunningServer) -> list[dict[str, Any]]:
+    return server.get("/replicas").json()["replicas"]
+
+
+def wait_whole(server: RunningServer) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while any(one["status"] != "ready" for one in replicas(server)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_prompt_is_computed_here_and_decoded_there_and_faults_change_no_token(
+    server: RunningServer, start_server, tmp_path: Path, kills: int
+) -> None:
+    folder = ("--kv-offload-gb", "0.5", "--kv-offload-dir", str(tmp_path))
+    pair = start_server("-dp", "2", "--roles", "prefill,decode", *folder)
+    _prompts_are_handed_over(server, pair)
+    _corrupt_cut_and_missing_files_are_computed(server, pair, tmp_path)
+    _either_side_may_be_killed_at_any_moment(server, pair, kills)
+    wait_whole(pair)
+    assert pair.pool()["blocks_used"] == 0
+    assert not list(tmp_path.glob("*/.writing-*"))  # a new process removes what a killed one left
+
+
+def _prompts_are_handed_over(server: RunningServer, pair: RunningServer) -> None:
+    answers = [ask(pair, number) for number in range(3)]
+    assert tokens(answers) == tokens([ask(server, number) for number in range(3)])
+    handed = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    counts = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert handed == [(count - 1) // 16 * 16 for count in counts]
+    prefill, decode = replicas(pair)
+    assert (prefill["role"], decode["role"]) == ("prefill", "decode")
+    assert prefill["requests_routed"] == decode["requests_routed"] == 3
+    assert decode["handed_over_tokens"] == sum(handed)
+    assert pair.metric("replica_handed_over_tokens_total", replica="1") == sum(handed)
+    ask(pair, 0)  # which the decode replica has: no second request
+    assert replicas(pair)[0]["requests_routed"] == 3
+
+
+def _corrupt_cut_and_missing_files_are_computed(
+    server: RunningServer, pair: RunningServer, folder: Path
+) -> None:
+    numbers = range(10, 16)
+    before = set(folder.glob("kv-*/??/*"))
+    done = threading.Event()
+
+    def damage() -> None:
+        """Every new file, as soon as it appears: cut, changed or removed."""
+        draw, seen = random.Random(0), set(before)
+        while not done.is_set():
+            for file in set(folder.glob("kv-*/??/*")) - seen:
+                seen.add(file)
+                kind = draw.randrange(3)
+                try:
+                    if kind == 0:
+                        file.unlink()
+                    elif kind == 1:
+                        os.truncate(file, draw.randrange(file.stat().st_size))
+                    else:
+                        with open(file, "r+b") as opened:
+                            opened.seek(draw.randrange(100, file.stat().st_size))
+                            opened.write(b"\x5a")
+                except FileNotFoundError:
+                    pass
+
+    thread = threading.Thread(target=damage)
+    thread.start()
+    try:
+        answers = [ask(pair, number) for number in numbers]
+    finally:
+        done.set()
+        thread.join()
+    assert tokens(answers) == tokens([ask(server, number) for number in numbers])
+
+
+def _either_side_may_be_killed_at_any_moment(server: RunningServer, pair: RunningServer, kills: int) -> None:
+    draw = random.Random(1)
+    for attempt in range(kills):
+        wait_whole(pair)
+        numbers = range(20 + 4 * attempt, 24 + 4 * attempt)
+        threads, answers = asked_together(pair, numbers)
+        time.sleep(draw.random() * 0.4)
+        os.kill(replicas(pair)[attempt % 2]["pid"], signal.SIGKILL)
+        for thread in threads:
+            thread.join(PATIENCE)
+        expected = [ask(server, number) for number in numbers]
+        assert tokens([answers[number] for number in numbers]) == tokens(expected)
+
+
+def test_roles_need_a_folder_and_one_name_for_each_replica() -> None:
+    with pytest.raises(ConfigError, match="role='prefill' hands prompts over through a folder"):
+        EngineConfig.of(role="prefill")
+    with pytest.raises(ConfigError, match="role='first' is not known: choose one of both, prefill, decode"):
+        EngineConfig.of(role="first")
+    for count, roles in ((1, ("prefill", "decode")), (2, ("decode",)), (2, ("prefill", "prefill"))):
+        with pytest.raises(ConfigError, match=f"data_parallel_size={count}: name a role"):
+            ServerSettings(data_parallel_size=count, roles=roles)
