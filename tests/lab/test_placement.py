@@ -28,14 +28,14 @@ from quire_lab.placement.search import (
     search,
     shapes_of,
 )
-from quire_lab.placement.simulate import Group, Served, Shape, gamma_trace, simulate
+from quire_lab.placement.simulate import Group, ModelOnShape, ParallelShape, gamma_trace, simulate
 from quire_lab.report.data import DataFolder
 from quire_lab.report.experiment import Setup, Size
 from quire_lab.report.files import write_finding
 from quire_lab.simulate.devices import find_device
 from tests.lab.experiments.conftest import Counted
 
-ONE, TWO = Shape(1, 1), Shape(1, 2)
+ONE, TWO = ParallelShape(1, 1), ParallelShape(1, 2)
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,7 +48,7 @@ def small_case(seed: int, num_models: int = 3, num_gpus: int = 4) -> Case:
     for shape in shapes:
         share = 1 / shape.tp**0.8 / shape.pp * (1.05 if shape.pp > 1 else 1.0)
         table["gpu", shape] = [
-            Served(600 // shape.size, one * share, lone=one * share * shape.pp) for one in seconds
+            ModelOnShape(600 // shape.size, one * share, lone=one * share * shape.pp) for one in seconds
         ]
     rates = [chance.uniform(0.5, 2.5) for _ in range(num_models)]
     cvs = [chance.choice([1.0, 2.0, 4.0]) for _ in range(num_models)]
@@ -59,21 +59,21 @@ def small_case(seed: int, num_models: int = 3, num_gpus: int = 4) -> Case:
 
 def test_one_model_on_one_gpu_is_a_queue_in_order_of_arrival():
     trace = [(0.0, 0), (0.1, 0), (0.2, 0), (2.0, 0)]
-    outcome = simulate(trace, [Group("gpu", ONE, (0,))], {("gpu", ONE): [Served(0, 0.4)]}, [math.inf])
+    outcome = simulate(trace, [Group("gpu", ONE, (0,))], {("gpu", ONE): [ModelOnShape(0, 0.4)]}, [math.inf])
     assert outcome.mean_latency == pytest.approx((0.4 + 0.7 + 1.0 + 0.4) / 4)
-    refused = simulate(trace, [Group("gpu", ONE, (0,))], {("gpu", ONE): [Served(0, 0.4)]}, [0.75])
+    refused = simulate(trace, [Group("gpu", ONE, (0,))], {("gpu", ONE): [ModelOnShape(0, 0.4)]}, [0.75])
     assert refused.num_served == (3,)  # the third would take a second
 
 
 def test_two_stages_take_a_request_each():
-    table = {("gpu", TWO): [Served(0, 0.2)]}
+    table = {("gpu", TWO): [ModelOnShape(0, 0.2)]}
     outcome = simulate([(0.0, 0), (0.0, 0), (0.0, 0)], [Group("gpu", TWO, (0,))], table, [math.inf])
     assert outcome.seconds == pytest.approx(0.4 + 0.6 + 0.8)
 
 
 def test_decoding_is_shared_and_waits_for_prompts():
     """Ten tokens after the first. Alone 0.1 s each; two requests of a model 0.12 s, of two models 0.2 s."""
-    served = Served(0, 0.5, 10, ((0.1, 0.1), (0.12, 0.12)), 1.5)
+    served = ModelOnShape(0, 0.5, 10, ((0.1, 0.1), (0.12, 0.12)), 1.5)
     table = {("gpu", ONE): [served, served]}
     group = [Group("gpu", ONE, (0, 1))]
     assert simulate([(0.0, 0)], group, table, [math.inf] * 2).seconds == pytest.approx(1.5)
@@ -119,17 +119,17 @@ def test_no_group_has_more_than_its_memory_or_lies_on_two_nodes():
             held = sum(case.table[group.gpu, group.shape][model].num_bytes for model in group.models)
             assert held <= 1000
             assert len(set(group.models)) == len(group.models)
-    groups = [Group("gpu", Shape(1, size)) for size in (1, 4, 2, 1)]
+    groups = [Group("gpu", ParallelShape(1, size)) for size in (1, 4, 2, 1)]
     nodes = nodes_of(groups, {"gpu": 8}, 4)
     assert nodes == [(1, (2,)), (0, (0, 1, 2, 3)), (1, (0, 1)), (1, (3,))]
-    assert nodes_of([Group("gpu", Shape(1, 4))] * 2, {"gpu": 8}, 6) is None
+    assert nodes_of([Group("gpu", ParallelShape(1, 4))] * 2, {"gpu": 8}, 6) is None
 
 
 def test_models_of_other_latency_get_gpus_of_their_own(monkeypatch):
     """A short request that waits for a long one is late: together they cannot be served."""
     seconds = [0.02] * 3 + [1.0] * 3
     shapes = shapes_of(8, 1, 1)
-    table = {("gpu", shape): [Served(300, one, lone=one) for one in seconds] for shape in shapes}
+    table = {("gpu", shape): [ModelOnShape(300, one, lone=one) for one in seconds] for shape in shapes}
     trace = gamma_trace([8.0] * 3 + [0.4] * 3, [1.0] * 6, 1200, 0)
     case = Case({"gpu": 8}, {"gpu": 1000}, {"gpu": shapes}, table, [3 * one for one in seconds], trace)
     monkeypatch.setattr(searching, "MAX_SIMULATED", 0)
@@ -160,7 +160,7 @@ def test_times_of_a_group_are_those_of_simulated_engines():
 def test_a_shape_divides_memory_and_time():
     device = find_device("simulated:a100-80g")
     sized = size_model({"model": "llama-13b"}, 512, 64)
-    one, ranks, stages = (serve(sized, device, shape) for shape in (ONE, Shape(2, 1), TWO))
+    one, ranks, stages = (serve(sized, device, shape) for shape in (ONE, ParallelShape(2, 1), TWO))
     assert one is not None
     assert ranks is not None
     assert stages is not None

@@ -228,11 +228,11 @@ def main() -> None:
         "record_milliseconds": {str(count): record_milliseconds(count) for count in SEQUENCES},
         "batches": batches,
     }
-    for what, one in (("second", by_time), ("CPU second of the server", by_cpu)):
-        low, high = one["interval"]
+    for what, ratio in (("second", by_time), ("CPU second of the server", by_cpu)):
+        low, high = ratio["interval"]
         print(
-            f"{LISTENERS} listeners, {arguments.n} streams: {one['share']:.2%} of the tokens per {what} "
-            f"({low:.2%} to {high:.2%}, {one['pairs']} pairs; goal: {GOAL:.0%})"
+            f"{LISTENERS} listeners, {arguments.n} streams: {ratio['share']:.2%} of the tokens per {what} "
+            f"({low:.2%} to {high:.2%}, {ratio['pairs']} pairs; goal: {GOAL:.0%})"
         )
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 

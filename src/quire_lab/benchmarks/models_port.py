@@ -126,23 +126,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/models_port.json"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = switches(arguments.encoder, arguments.requests, Path(folder))
-    beyond = sorted(wait["beyond_start"] for wait in found["waits"])
-    starts = [wait["start"] for wait in found["waits"]]
-    kept = found["memory"]["after"] - found["memory"]["before"]
+        measured = switches(arguments.encoder, arguments.requests, Path(folder))
+    beyond = sorted(wait["beyond_start"] for wait in measured["waits"])
+    starts = [wait["start"] for wait in measured["waits"]]
+    kept = measured["memory"]["after"] - measured["memory"]["before"]
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "settings": {"requests": arguments.requests, "encoder": Path(arguments.encoder).name},
-        "num_errors": len(found["errors"]),
+        "num_errors": len(measured["errors"]),
         "kept_bytes": kept,
         "start_seconds_median": statistics.median(starts),
         "beyond_start_seconds": {"median": statistics.median(beyond), "max": beyond[-1]},
-        **found,
+        **measured,
     }
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"{arguments.requests} requests, {len(found['errors'])} errors")
+    print(f"{arguments.requests} requests, {len(measured['errors'])} errors")
     print(f"memory after unloading: {kept / 1e6:+.1f} MB (goal: within {GOAL_BYTES / 1e6:.0f})")
     print(
         f"wait for a switch: the start, {statistics.median(starts):.2f} s, and {statistics.median(beyond):.2f} s "

@@ -9,7 +9,7 @@ from typing import Any
 from quire_lab.measure.simulated_runs import side_by_side
 from quire_lab.placement.profile import serve, size_model, usable_bytes
 from quire_lab.placement.search import Case, replicated, search, shapes_of
-from quire_lab.placement.simulate import Group, Served, Shape, gamma_trace, simulate
+from quire_lab.placement.simulate import Group, ModelOnShape, ParallelShape, gamma_trace, simulate
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 from quire_lab.report.figure import Picture, bar_style, line_style
 from quire_lab.simulate.devices import find_device
@@ -60,10 +60,10 @@ def mean_latencies(
     arrivals: Arrivals, num_requests: int, seed: int, overhead: float = 0.0
 ) -> tuple[float, float]:
     """Of the simple placement, one model on each GPU, and of both models on a pipeline of the two."""
-    alone, both = Shape(1, 1), Shape(1, 2)
+    alone, both = ParallelShape(1, 1), ParallelShape(1, 2)
     table = {
-        ("gpu", alone): [Served(0, LATENCY)] * 2,
-        ("gpu", both): [Served(0, LATENCY / 2 * (1 + overhead))] * 2,
+        ("gpu", alone): [ModelOnShape(0, LATENCY)] * 2,
+        ("gpu", both): [ModelOnShape(0, LATENCY / 2 * (1 + overhead))] * 2,
     }
     rates = [RATE * share for share in arrivals.shares]
     trace = gamma_trace(rates, [arrivals.cv] * 2, num_requests, seed)
@@ -98,7 +98,7 @@ def measure(job: PlacementJob) -> PlacementPoint:
     device, shapes = find_device(f"simulated:{GPU}"), shapes_of(NUM_GPUS, 4, 8)
     sizes = {name: size_model({"model": name}, PROMPT, 1) for name in set(MODELS)}
     table = {(GPU, shape): [serve(sizes[name], device, shape) for name in MODELS] for shape in shapes}
-    alone = [served.lone for served in table[GPU, Shape(1, 1)] if served is not None]
+    alone = [served.lone for served in table[GPU, ParallelShape(1, 1)] if served is not None]
     weights = [(index % 4 + 1) ** -1.0 for index in range(len(MODELS))]
     total = sum(weight * seconds for weight, seconds in zip(weights, alone, strict=True))
     rates = [job.setting["rate"] * LOAD * NUM_GPUS * weight / total for weight in weights]

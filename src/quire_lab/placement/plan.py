@@ -27,7 +27,7 @@ from quire_lab.placement.search import (
     search,
     shapes_of,
 )
-from quire_lab.placement.simulate import Group, Outcome, Served, Shape, gamma_trace, simulate
+from quire_lab.placement.simulate import Group, Outcome, ModelOnShape, ParallelShape, gamma_trace, simulate
 from quire_lab.simulate.devices import SimulatedDevice, device_names, find_device
 
 NUM_REQUESTS = (
@@ -115,7 +115,7 @@ class Plan:
         return lines
 
     def _command(
-        self, model: FleetModel, served: Served, group: Group, gpus: Sequence[int], port: int
+        self, model: FleetModel, served: ModelOnShape, group: Group, gpus: Sequence[int], port: int
     ) -> str:
         share = (served.num_bytes - GPU_CONTEXT_BYTES) / self.devices[group.gpu].memory_bytes
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in model.settings.items()]
@@ -214,7 +214,7 @@ def _sized(model: FleetModel) -> Sized:
 
 
 def _deadline(
-    model: FleetModel, sized: Sized, index: int, table: Mapping[tuple[str, Shape], Sequence[Served | None]],
+    model: FleetModel, sized: Sized, index: int, table: Mapping[tuple[str, ParallelShape], Sequence[ModelOnShape | None]],
     devices: Mapping[str, SimulatedDevice],
 ) -> float:  # fmt: skip
     """In seconds. A scale multiplies the latency of a lone request on the smallest shape that holds the model."""
@@ -235,18 +235,18 @@ def _deadline(
 
 
 def _no_room(
-    sized: Sized, table: Mapping[tuple[str, Shape], Any], devices: Mapping[str, SimulatedDevice]
+    sized: Sized, table: Mapping[tuple[str, ParallelShape], Any], devices: Mapping[str, SimulatedDevice]
 ) -> str:
     """With the least number of GPUs that would hold the model."""
     gpu, device = max(devices.items(), key=lambda item: item[1].memory_bytes)
     largest = max((shape for name, shape in table if name == gpu), key=lambda shape: shape.size)
     have = f"{usable_bytes(device) / 1e9:.1f} GB of each {gpu}"
     if not sized.can_be_cut:
-        need = (held_bytes(sized, Shape(1, 1)) + request_bytes(sized, Shape(1, 1))) / 1e9
+        need = (held_bytes(sized, ParallelShape(1, 1)) + request_bytes(sized, ParallelShape(1, 1))) / 1e9
         why = f"{sized.model.architecture} cannot be cut into ranks and needs {need:.1f} GB, with {have}"
         return f"{why}: use a larger GPU or fewer bits (settings: {{quantization: int4}})"
     need = (held_bytes(sized, largest) + request_bytes(sized, largest)) / 1e9
-    powers = (Shape(1 << tp, 1 << pp) for pp in range(4) for tp in range(4))
+    powers = (ParallelShape(1 << tp, 1 << pp) for pp in range(4) for tp in range(4))
     enough = [shape for shape in powers if serve(sized, device, shape) is not None]
     more = f"{min(enough, key=lambda shape: shape.size).size} × {gpu} would hold it; " if enough else ""
     return (

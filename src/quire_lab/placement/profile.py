@@ -16,7 +16,7 @@ from quire.models.weight_shape import weight_shape
 from quire.parallel.cut import cut_layers, cut_model
 from quire.runner.sizing import GPU_MARGIN
 from quire.weights.architectures import KNOWN
-from quire_lab.placement.simulate import Served, Shape
+from quire_lab.placement.simulate import ModelOnShape, ParallelShape
 from quire_lab.simulate.build import activation_bytes, model_costs, open_shape
 from quire_lab.simulate.cost_model import CostModel, ModelNumbers, StepCounts
 from quire_lab.simulate.devices import SimulatedDevice
@@ -72,7 +72,7 @@ def usable_bytes(device: SimulatedDevice) -> int:
     return min(int(UTILIZATION * device.memory_bytes), device.memory_bytes - GPU_MARGIN)
 
 
-def held_bytes(sized: Sized, shape: Shape) -> int:
+def held_bytes(sized: Sized, shape: ParallelShape) -> int:
     """Of each GPU without KV: weights, activations and CUDA's context. Ranks of a stage each have the token table."""
     table = sized.model.vocab_size * sized.model.hidden_size * sized.numbers.activation_bytes
     weights = (sized.weight_bytes - table) / shape.size + (table if shape.tp > 1 else table / shape.size)
@@ -80,13 +80,13 @@ def held_bytes(sized: Sized, shape: Shape) -> int:
     return int(weights) + work // shape.tp + GPU_CONTEXT_BYTES
 
 
-def request_bytes(sized: Sized, shape: Shape) -> int:
+def request_bytes(sized: Sized, shape: ParallelShape) -> int:
     """KV of one request on each GPU. More ranks than key-value heads hold the same heads."""
     parts = min(shape.tp, sized.model.num_kv_heads) * shape.pp
     return (sized.prompt_tokens + sized.output_tokens) * sized.numbers.kv_bytes_per_token // parts
 
 
-def serve(sized: Sized, device: SimulatedDevice, shape: Shape) -> Served | None:
+def serve(sized: Sized, device: SimulatedDevice, shape: ParallelShape) -> ModelOnShape | None:
     """None where the model cannot be cut so, or does not fit."""
     if shape.size > 1:
         if not sized.can_be_cut or (shape.pp > 1 and any(sized.model.windows)):
@@ -107,10 +107,12 @@ def serve(sized: Sized, device: SimulatedDevice, shape: Shape) -> Served | None:
     stage, whole = _step(sized, device, shape, counts)
     steps = tuple(_decode(sized, device, shape, 1 + n) for n in range(slots if further else 0))
     lone = whole + (further * steps[0][0] if further else 0.0)
-    return Served(held + slots * each, stage, further, steps, lone)
+    return ModelOnShape(held + slots * each, stage, further, steps, lone)
 
 
-def _decode(sized: Sized, device: SimulatedDevice, shape: Shape, num_open: int) -> tuple[float, float]:
+def _decode(
+    sized: Sized, device: SimulatedDevice, shape: ParallelShape, num_open: int
+) -> tuple[float, float]:
     """Of a token for each open request: seconds until all have it, and seconds of one stage."""
     rows = -(-num_open // shape.pp)
     context = rows * (sized.prompt_tokens + sized.output_tokens // 2)
@@ -118,7 +120,9 @@ def _decode(sized: Sized, device: SimulatedDevice, shape: Shape, num_open: int) 
     return whole, -(-num_open // rows) * stage
 
 
-def _step(sized: Sized, device: SimulatedDevice, shape: Shape, counts: StepCounts) -> tuple[float, float]:
+def _step(
+    sized: Sized, device: SimulatedDevice, shape: ParallelShape, counts: StepCounts
+) -> tuple[float, float]:
     """Of the slowest stage, and of all one after the other."""
     numbers, rates, pp = sized.numbers, device.rates, shape.pp
     whole = CostModel(rates, device.factors, numbers, shape.tp).seconds(counts)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, product
 
-from quire_lab.placement.simulate import Group, Outcome, Shape, Table, Trace, simulate
+from quire_lab.placement.simulate import Group, Outcome, ParallelShape, Table, Trace, simulate
 
 BEAM = 3
 MAX_SIMULATED = 4_000_000  # requests of all simulations of the beam search; about ten seconds
@@ -25,7 +25,7 @@ class Case:
 
     gpus: Mapping[str, int]  # how many of each kind
     memory: Mapping[str, int]  # bytes of one that engines may use
-    shapes: Mapping[str, Sequence[Shape]]  # of groups, by kind
+    shapes: Mapping[str, Sequence[ParallelShape]]  # of groups, by kind
     table: Table
     deadlines: Sequence[float]
     trace: Trace
@@ -54,11 +54,11 @@ class Filled:
     outcome: Outcome
 
 
-def shapes_of(count: int, max_tp: int, max_pp: int) -> list[Shape]:
+def shapes_of(count: int, max_tp: int, max_pp: int) -> list[ParallelShape]:
     """Powers of two, as many GPUs as `count` at most."""
     powers = [1 << power for power in range(count.bit_length())]
     return [
-        Shape(tp, pp)
+        ParallelShape(tp, pp)
         for pp, tp in product(powers, powers)
         if tp <= max_tp and pp <= max_pp and tp * pp <= count
     ]
@@ -93,7 +93,7 @@ def divisions(case: Case) -> Iterator[tuple[Group, ...]]:
             yield groups
 
 
-def _divided(count: int, shapes: Sequence[Shape]) -> list[tuple[Shape, ...]]:
+def _divided(count: int, shapes: Sequence[ParallelShape]) -> list[tuple[ParallelShape, ...]]:
     """All divisions of few GPUs; of more, groups of one shape, and the rest in smaller ones with the same ranks."""
     if count <= SMALL:
         return [
@@ -105,13 +105,13 @@ def _divided(count: int, shapes: Sequence[Shape]) -> list[tuple[Shape, ...]]:
     return [tuple(_filled(count, shape, shapes)) for shape in shapes if shape.size <= count]
 
 
-def _filled(count: int, shape: Shape, shapes: Sequence[Shape]) -> Iterator[Shape]:
+def _filled(count: int, shape: ParallelShape, shapes: Sequence[ParallelShape]) -> Iterator[ParallelShape]:
     while count:
         for _ in range(count // shape.size):
             yield shape
         count %= shape.size
         smaller = [other for other in shapes if other.size <= count and other.tp <= shape.tp]
-        shape = max(smaller, key=lambda other: (other.size, other.pp), default=Shape(1, 1))
+        shape = max(smaller, key=lambda other: (other.size, other.pp), default=ParallelShape(1, 1))
 
 
 def nodes_of(
@@ -260,7 +260,7 @@ def _beam_cost(case: Case, groups: Sequence[Group]) -> float:
 
 def replicated(case: Case, most: int | None) -> Filled:
     """Every GPU a group: one model each (`most` 1), or as many as fit (selective replication)."""
-    groups = tuple(Group(gpu, Shape(1, 1)) for gpu, count in case.gpus.items() for _ in range(count))
+    groups = tuple(Group(gpu, ParallelShape(1, 1)) for gpu, count in case.gpus.items() for _ in range(count))
     fill: Callable[..., Filled] = beam_fill if _beam_cost(case, groups) <= MAX_SIMULATED else fast_fill
     return fill(case, groups, most)
 

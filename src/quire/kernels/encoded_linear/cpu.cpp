@@ -8,6 +8,7 @@
 #include "floats.h"
 #include "gemm.h"
 #include "pack.h"
+#include "stream.h"
 
 namespace quire {
 namespace QUIRE_ISA {
@@ -144,9 +145,13 @@ inline void encoded_items(const EncodedProblem& p, int64_t begin, int64_t end) {
         std::fill_n(sums, rows * 32, 0.0f);
         for (int64_t group = 0; group < groups; group += chunk) {
             const int64_t last = std::min(group + chunk, groups), step = group * w.group / kStep;
+            const Activations* x = p.rows + first_row * p.steps() + step;
+            const int64_t at = group * w.group_bytes();
+            const uint8_t *first = w.block(Pair::first(w, pair)) + at, *second = w.block(Pair::second(w, pair)) + at;
+            if (stream_gemm(w, {{first, second}, last - group, x, p.steps(), sums}, rows)) continue;
             unpack_groups(w, Pair::first(w, pair), group, last, tiles[0]);
             unpack_groups(w, Pair::second(w, pair), group, last, tiles[1]);
-            group_gemm({p.rows + first_row * p.steps() + step, p.steps(), (last - group) * w.group / kStep, tiles, sums},
+            group_gemm({x, p.steps(), (last - group) * w.group / kStep, tiles, sums},
                        rows, w.form());
         }
         Pair::finish(p, pair, first_row, rows, sums);

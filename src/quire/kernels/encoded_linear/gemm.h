@@ -116,25 +116,41 @@ inline void group_rows(const GroupInput& input) {
 #else
 constexpr int kGroupRows = 1;
 
-// Adds the dot products of a quad of 16 channels with four columns of x.
-inline void add_quad(const uint8_t* codes, const int8_t* x, int32_t* ints) {
+// Adds the dot products of an even number of quads of 16 channels with their columns of x. `kTop`: codes may exceed 63.
+template <bool kTop>
+inline void add_quads(const uint8_t* codes, const int8_t* x, int num_quads, int32_t* ints) {
 #if defined(__AVX2__)
-    // Pairs of products with codes up to 127 stay within 16 bits; the top bit of a code is its own product.
-    int32_t four;
-    std::memcpy(&four, x, sizeof four);
-    const __m256i columns = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
-    const __m256i top = _mm256_set1_epi8(-128);
+    const __m256i ones = _mm256_set1_epi16(1), top = _mm256_set1_epi8(-128);
     for (int half = 0; half < 2; ++half) {
-        const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes) + half);
-        const __m256i low = _mm256_maddubs_epi16(_mm256_andnot_si256(top, code), columns);
-        const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(top, code), columns);
-        const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, ones));
         __m256i* target = reinterpret_cast<__m256i*>(ints) + half;
-        _mm256_storeu_si256(target, _mm256_add_epi32(_mm256_loadu_si256(target), both));
+        __m256i total = _mm256_loadu_si256(target);
+        for (int quad = 0; quad < num_quads; quad += 2) {
+            __m256i low[2], high[2];
+            for (int i = 0; i < 2; ++i) {
+                int32_t four;
+                std::memcpy(&four, x + (quad + i) * 4, sizeof four);
+                const __m256i columns = _mm256_set1_epi32(four);
+                const __m256i code = _mm256_loadu_si256(
+                    reinterpret_cast<const __m256i*>(codes + (quad + i) * kVector) + half);
+                low[i] = _mm256_maddubs_epi16(kTop ? _mm256_andnot_si256(top, code) : code, columns);
+                if (kTop) high[i] = _mm256_maddubs_epi16(_mm256_and_si256(top, code), columns);
+            }
+            if (kTop) {  // pairs of products with codes up to 127 fill 16 bits; top bits have a product of their own
+                for (int i = 0; i < 2; ++i) {
+                    total = _mm256_add_epi32(total, _mm256_madd_epi16(low[i], ones));
+                    total = _mm256_add_epi32(total, _mm256_madd_epi16(high[i], ones));
+                }
+            } else {  // four products with codes up to 63 fit
+                total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_add_epi16(low[0], low[1]), ones));
+            }
+        }
+        _mm256_storeu_si256(target, total);
     }
 #else
-    for (int channel = 0; channel < kTileChannels; ++channel) {
-        for (int i = 0; i < 4; ++i) ints[channel] += codes[channel * 4 + i] * x[i];
+    for (int quad = 0; quad < num_quads; ++quad, codes += kVector, x += 4) {
+        for (int channel = 0; channel < kTileChannels; ++channel) {
+            for (int i = 0; i < 4; ++i) ints[channel] += codes[channel * 4 + i] * x[i];
+        }
     }
 #endif
 }
@@ -151,9 +167,9 @@ inline void dot_part(const Tile& tile, const Activations& x, int64_t step, int p
             }
         }
         const uint8_t* codes = tile.codes + (step * (kForm == kWide ? 2 : 1) + bytes) * kStepCodes;
-        for (int quad = part * kHalfQuads; quad < (part + 1) * kHalfQuads; ++quad) {
-            add_quad(codes + quad * kVector, x.values + quad * 4, ints);
-        }
+        const int first = part * kHalfQuads;
+        constexpr bool kTop = kForm == kWithOffset || kForm == kWide;
+        add_quads<kTop>(codes + first * kVector, x.values + first * 4, kHalfQuads, ints);
     }
 }
 

@@ -3,6 +3,8 @@
     python -m quire_lab.benchmarks.compare_cpu [--rounds 3] [--n 1 8 32] [--engines quire openvino llamacpp]
     python -m quire_lab.benchmarks.compare_cpu --gemma [Q8_0]   # Gemma 3 270M's shape, random weights, llama.cpp alone
 
+`quire` has Quire's defaults, `quire-int8` int8 weights and `quire-native` the blocks of the file; several may be named.
+
 The peers live in an environment of their own, .compare/, made at the first run from requirements/compare.txt.
 
 How it is measured, the same way for every engine (harness.py):
@@ -33,7 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ GEMMA_RESULTS = ROOT / "benchmarks" / "results" / "cpu_gemma3_270m.json"
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 ENGINES = ("quire", "openvino", "llamacpp")
+QUIRE = {"quire": "auto", "quire-int8": "int8", "quire-native": "checkpoint"}  # engine: --quantization
 NUM_REQUESTS = (1, 8, 32)
 BUSY_CORES = 0.1  # more than this taken by others, and a figure says more about them than about the engine
 # name, heading, whether higher is better
@@ -169,9 +172,9 @@ def run_worker(engine: str, python: Path, num_requests: int, args: argparse.Name
         "threads": args.threads,
         "repeats": args.repeats,
         "spawned_at": time.time(),
-        "options": {"precision": args.openvino_precision} if engine == "openvino" else {},
+        "options": {"precision": args.openvino_precision, "quantization": QUIRE.get(engine, "")},
     }
-    command = [str(python), "-m", f"{WORKERS}.worker_{engine}", json.dumps(job)]
+    command = [str(python), "-m", f"{WORKERS}.worker_{engine.split('-')[0]}", json.dumps(job)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", env=environment, timeout=args.timeout
@@ -188,17 +191,17 @@ def run_worker(engine: str, python: Path, num_requests: int, args: argparse.Name
 
 def run_rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every measurement, in the order it was taken."""
-    peers = peer_python() if set(args.engines) - {"quire"} else None
+    peers = peer_python() if set(args.engines) - set(QUIRE) else None
     records = []
     for round_index in range(args.rounds):
         # Turning the order spreads what comes and goes on the machine evenly over the engines.
         turn = round_index % len(args.engines)
         for num_requests in args.n:
             for engine in args.engines[turn:] + args.engines[:turn]:
-                python = peers if engine != "quire" and peers is not None else Path(sys.executable)
+                python = peers if engine not in QUIRE and peers is not None else Path(sys.executable)
                 result = run_worker(engine, python, num_requests, args)
                 records.append({"round": round_index + 1, "engine": engine, "n": num_requests} | result)
-                say(f"round {round_index + 1}  n={num_requests:<3} {engine:<9} {in_short(result)}")
+                say(f"round {round_index + 1}  n={num_requests:<3} {engine:<12} {in_short(result)}")
     return records
 
 
@@ -224,21 +227,21 @@ def medians(records: list[dict[str, Any]], engine: str, num_requests: int) -> di
 
 
 def summarise(records: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Medians per engine and n, and Quire against the best peer in each figure."""
+    """Medians per engine and n, and those of Quire against the best peer in each figure."""
     summary = []
     for num_requests in args.n:
         engines = {engine: medians(records, engine, num_requests) for engine in args.engines}
-        ratios = {}
-        for name, _, higher_is_better in COLUMNS:
-            peers = [
-                medians_of[name]
-                for engine, medians_of in engines.items()
-                if engine != "quire" and name in medians_of
-            ]
-            if peers and name in engines.get("quire", {}):
-                best = max(peers) if higher_is_better else min(peers)
-                ratios[name] = engines["quire"][name] / best
-        summary.append({"n": num_requests, "engines": engines, "quire_to_best_peer": ratios})
+        block: dict[str, Any] = {"n": num_requests, "engines": engines}
+        for ours in (engine for engine in args.engines if engine in QUIRE):
+            ratios = {}
+            for name, _, higher_is_better in COLUMNS:
+                peers = [
+                    found[name] for peer, found in engines.items() if peer not in QUIRE and name in found
+                ]
+                if peers and name in engines[ours]:
+                    ratios[name] = engines[ours][name] / (max(peers) if higher_is_better else min(peers))
+            block[f"{ours}_to_best_peer"] = ratios
+        summary.append(block)
     return summary
 
 
@@ -258,10 +261,10 @@ def print_table(summary: list[dict[str, Any]], args: argparse.Namespace) -> None
         say(f"\n{'n = ' + str(block['n']):<20}" + "".join(f"{heading:>18}" for _, heading, _ in COLUMNS))
         for engine, medians_of in block["engines"].items():
             say(f"  {engine:<18}" + "".join(f"{number(medians_of.get(name)):>18}" for name, _, _ in COLUMNS))
-        ratios = block["quire_to_best_peer"]
-        if ratios:
-            cells = (f"{ratios[name]:.2f}×" if name in ratios else "–" for name, _, _ in COLUMNS)
-            say(f"  {'quire / best peer':<18}" + "".join(f"{cell:>18}" for cell in cells))
+        for engine in block["engines"]:
+            if ratios := block.get(f"{engine}_to_best_peer"):
+                cells = (f"{ratios[name]:.2f}×" if name in ratios else "–" for name, _, _ in COLUMNS)
+                say(f"  {engine + ' / peer':<18}" + "".join(f"{cell:>18}" for cell in cells))
     say("\nStart and peak RSS: less is better, so a ratio under 1 is Quire's.")
 
 
@@ -296,12 +299,12 @@ def write_results(
 # ---------------------------------------------------------------------------- the command
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with the model found and the engines settled."""
     parser = argparse.ArgumentParser(
         prog=WORKERS, description="Quire and its CPU peers, side by side on this machine"
     )
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=(*QUIRE, *ENGINES[1:]), default=list(ENGINES))
     parser.add_argument("--peers-only", action="store_true", help="leave Quire out")
     parser.add_argument("--n", nargs="+", type=int, default=list(NUM_REQUESTS), help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=3)
@@ -322,13 +325,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="default: benchmarks/results/cpu.json, for a full run only"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.output_tokens < 2 or min(args.n + [args.rounds, args.repeats, args.prompt_tokens]) < 1:
         parser.error("--output-tokens must be at least 2, every other number at least 1")
     if args.peers_only:
-        args.engines = [engine for engine in args.engines if engine != "quire"]
+        args.engines = [engine for engine in args.engines if engine not in QUIRE]
     # A partial run must not silently replace the published record.
-    if args.output is None and set(args.engines) == set(ENGINES) and set(args.n) >= set(NUM_REQUESTS):
+    if args.output is None and set(args.engines) >= set(ENGINES) and set(args.n) >= set(NUM_REQUESTS):
         args.output = RESULTS
     if args.gemma:
         _compare_gemma(args)
@@ -346,9 +349,9 @@ def _compare_gemma(args: argparse.Namespace) -> None:
     args.model = gemma3_270m(cache_folder() / "benchmarks", args.gemma)
 
 
-def main() -> int:
-    """Runs, prints and writes; 1 if any measurement failed."""
-    args = parse_args()
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs, prints and writes; 1 if any measurement failed. `words`: of the command line, this process's by default."""
+    args = parse_args(words)
     records = run_rounds(args)
     summary = summarise(records, args)
     print_table(summary, args)

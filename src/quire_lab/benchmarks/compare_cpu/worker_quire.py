@@ -7,10 +7,14 @@ from quire_lab.benchmarks.compare_cpu.harness import WorkerJob, run_worker
 
 
 class Quire:
-    """Quire's defaults; the batch limit is the number of requests, as it is for the peers."""
+    """Defaults and the job's quantization; the batch limit is the number of requests, as it is for the peers."""
 
     def __init__(self, job: WorkerJob) -> None:
-        self.settings: dict[str, Any] = {"max_num_seqs": job.num_requests, "enable_prefix_caching": False}
+        self.settings: dict[str, Any] = {
+            "quantization": job.options["quantization"],
+            "max_num_seqs": job.num_requests,
+            "enable_prefix_caching": False,
+        }
         self.llm = LLM(model=job.model, use_tqdm=False, **self.settings)
         self.versions = {"quire": __version__}
 
