@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy
@@ -21,6 +20,7 @@ from quire.rag import stores as stores_module
 from quire.rag.batches import BatchRecords
 from quire.rag.database import PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
+from quire.rag.ranking import IndexQuery
 from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
 from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
 
@@ -50,8 +50,7 @@ def new_store(data: DataFolder, days: int | None = None) -> VectorStore:
 
 def search(data: DataFolder, store: VectorStore, text: str, limit: int = 5) -> list[StorePassage]:
     vector = numpy.frombuffer(vector_of(text), dtype=numpy.float32)
-    find = partial(lambda index, most: index.search(vector, text, most))
-    return data.stores.search(data.stores.get(ME, store.id), limit, find)
+    return data.stores.search(data.stores.get(ME, store.id), IndexQuery(vector, text, limit))
 
 
 def run(data: DataFolder, encoder: HashEncoder | None = None) -> None:

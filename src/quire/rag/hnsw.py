@@ -29,7 +29,7 @@ from quire.rag.qdrant_terms import (
     payload_of,
     word_weights,
 )
-from quire.rag.ranking import Hit, IndexFault, Point, Ranker, ranked_hits
+from quire.rag.ranking import Hit, IndexFault, IndexQuery, Point, ranked_hits
 from quire.rag.words import word_counts
 
 logger = get_logger(__name__)
@@ -111,20 +111,9 @@ class HnswIndex:
 
     # ------------------------------------------------------------------ search
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        limit: int,
-        filter: Filter | None = None,
-        ranker: Ranker = "auto",
-        embedding_weight: float = 1.0,
-        text_weight: float = 1.0,
-        score_threshold: float = 0.0,
-    ) -> list[Hit]:
-        weights = (embedding_weight, text_weight)
+    def search(self, query: IndexQuery) -> list[Hit]:
         with self._lock:
-            return ranked_hits(self, vector, text, limit, filter, ranker, weights, score_threshold)
+            return ranked_hits(self, query)
 
     def by_vector(self, vector: numpy.ndarray, limit: int, filter: Filter | None) -> list[tuple[int, float]]:
         query = qdrant.Query.Nearest([vector.tolist()], using=DENSE)

@@ -6,7 +6,7 @@ chunks of completed files count. An index that does not hold exactly those is bu
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from quire.core.errors import InvalidRequest, NotFound
 from quire.observe.logs import get_logger
 from quire.rag.chunks import Chunk
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
-from quire.rag.index import Hit, Point, VectorIndex
+from quire.rag.index import IndexQuery, Point, VectorIndex
 from quire.rag.qdrant_server import StoreUnreachable
 from quire.rag.store_indexes import StoreIndexes
 
@@ -420,15 +420,13 @@ class VectorStores:
 
     # ------------------------------------------------------------------ search
 
-    def search(
-        self, store: VectorStore, limit: int, find: Callable[[VectorIndex, int], list[Hit]]
-    ) -> list[StorePassage]:
-        """What `find` returns from the index, as passages of completed files; the best first."""
+    def search(self, store: VectorStore, query: IndexQuery) -> list[StorePassage]:
+        """What the index finds, as passages of completed files; the best first."""
         with self._lock:
             index = self._index(store)
             self._searches[store.id] += 1
         try:
-            hits = [] if index is None else find(index, limit)
+            hits = [] if index is None else index.search(query)
         finally:
             with self._lock:
                 self._searches[store.id] -= 1

@@ -19,6 +19,7 @@ from quire.llm.llm import LLM
 from quire.rag.chunks import windows
 from quire.rag.library import CitedPassage
 from quire.rag.prompts import ask_prompt
+from quire.rag.ranking import IndexQuery
 from quire.rag.retriever import Retriever
 from quire.rag.words import STOP_WORDS, stem
 from quire_lab.report.experiment import Bar, Check, Experiment, Finding, Setup, Table
@@ -107,7 +108,7 @@ def _xquad(setup: Setup) -> tuple[dict[str, str], list[Question]]:
 def _passages(
     retriever: Retriever, question: Question, vector: numpy.ndarray, k: int, method: str = "hybrid"
 ) -> list[CitedPassage]:
-    return retriever.library.search(vector, question.text, k, None, "auto", METHODS[method], 0.0)
+    return retriever.library.search(IndexQuery(vector, question.text, k, None, "auto", *METHODS[method]))
 
 
 def _searched(
