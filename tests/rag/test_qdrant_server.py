@@ -64,6 +64,7 @@ class Collection:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet, not one that waits for an acknowledgement
     collections: dict[str, Collection]
 
     def log_message(self, *_: Any) -> None: ...
@@ -120,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     kind = type("Stand-in", (Handler,), {"collections": {}})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"qdrant://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
