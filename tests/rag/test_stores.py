@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy
@@ -211,6 +211,25 @@ def test_a_completed_file_is_found_and_its_text_is_whole(data: DataFolder) -> No
     assert words[best.start : best.end] == best.text
     assert best.attributes == {"year": 2024.0}
     assert data.stores.text(store, file_id) == words
+
+
+def test_what_chunks_have_in_common_is_embedded_once(data: DataFolder) -> None:
+    class Counting(HashEncoder):
+        num_words = 0
+
+        async def embed(self, texts: Sequence[str]) -> list[bytes]:
+            self.num_words += sum(len(text.split()) for text in texts)
+            return await super().embed(texts)
+
+    words = " ".join(f"word{number}" for number in range(8000))
+    store, file_id, encoder = new_store(data), add_file(data, words), Counting()
+    data.stores.add_files(store, [NewStoreFile(file_id, {}, 800, 400)])
+    run(data, encoder)
+    assert data.stores.file(store, file_id).status == "completed"
+    assert encoder.num_words < 1.2 * 8000  # chunks hold every word twice
+    for number in (0, 399, 400, 799, 4321, 7999):
+        best = search(data, store, f"word{number}")[0]
+        assert f"word{number}" in best.text.split()
 
 
 def test_what_cannot_be_read_fails_with_its_reason(data: DataFolder) -> None:

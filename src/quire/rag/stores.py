@@ -14,7 +14,7 @@ import numpy
 
 from quire.core.errors import InvalidRequest, NotFound
 from quire.observe.logs import get_logger
-from quire.rag.chunks import Chunk
+from quire.rag.chunks import Chunk, WaitingChunk
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
 from quire.rag.index import IndexQuery, Point, VectorIndex
 from quire.rag.qdrant_server import StoreUnreachable
@@ -374,12 +374,16 @@ class VectorStores:
                 (file.store_id, file.id),
             )
 
-    def unembedded(self, limit: int) -> list[tuple[int, str, str, str]]:
-        """Chunks without vectors: their ids, stores, files and texts, in the order of their files."""
+    def unembedded(self, limit: int) -> list[WaitingChunk]:
+        """Chunks without vectors, in the order of their files."""
+        beside = "chunks AS {0} ON {0}.id = own.id {1} 1 AND {0}.store_id = own.store_id AND {0}.file_id = own.file_id"
         rows = self._database.rows(
-            "SELECT id, store_id, file_id, text FROM chunks WHERE vectors IS NULL ORDER BY id LIMIT ?", limit
+            "SELECT own.id, own.store_id, own.file_id, own.text, later.start - own.start, earlier.end - own.start "
+            f"FROM chunks AS own LEFT JOIN {beside.format('later', '+')} LEFT JOIN {beside.format('earlier', '-')} "
+            "WHERE own.vectors IS NULL ORDER BY own.id LIMIT ?",
+            limit,
         )
-        return [tuple(row) for row in rows]
+        return [WaitingChunk(*row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes]) -> None:
         with self._database.transaction() as connection:
