@@ -239,6 +239,22 @@ def test_a_graph_is_built_beside_searches_and_keeps_changes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hnsw"]
 
 
+def test_points_without_words_are_built_into_a_graph_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("qdrant_edge")
+    monkeypatch.setattr(hnsw, "BUILD_FROM", 300)
+    monkeypatch.setattr(hnsw, "SCAN_KB", 2)
+    index = hnsw.HnswIndex(tmp_path, DIMENSION)
+    index.upsert([Point(point.chunk_id, point.vectors, "", {}) for point in points(400)])
+    waiting = threading.Thread(target=index.wait, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()  # it is not built again and again
+    assert index.num_indexed >= 400
+    index.close()
+
+
 def test_a_crash_while_files_change_places_leaves_the_old_ones(tmp_path: Path) -> None:
     pytest.importorskip("qdrant_edge")
     index = hnsw.HnswIndex(tmp_path, DIMENSION)
