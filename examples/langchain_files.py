@@ -1,6 +1,7 @@
 """LangChain: an answer from a file with its source. Start `quire serve` first; needs langchain-openai."""
 
 import os
+from typing import Any
 
 import openai
 from langchain_openai import ChatOpenAI
@@ -17,7 +18,7 @@ def main() -> None:
     )
     model = ChatOpenAI(
         base_url=f"{URL}/v1",
-        api_key="any",
+        api_key=lambda: "any",
         model=client.models.list().data[0].id,
         temperature=0,
         use_responses_api=True,
@@ -25,9 +26,8 @@ def main() -> None:
     searching = model.bind_tools([{"type": "file_search", "vector_store_ids": [store.id]}])
     answer = searching.invoke("How many parameters does Grok-0 have?")
     print(answer.text)
-    for block in answer.content_blocks:
-        for citation in block.get("annotations", ()):
-            print("source:", citation["title"])
+    text: Any = answer.content_blocks[-1]
+    print("source:", text["annotations"][0]["title"])
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ async def rewritten(service: Service, request: Request, queries: Sequence[str]) 
     made = []
     for query in queries:
         try:
-            body = ChatCompletionRequest(
-                messages=[*_MESSAGES, {"role": "user", "content": query}],
-                max_completion_tokens=REWRITE_TOKENS,
-                temperature=0,
-                stop=["\n"],
-            )
-            reply = await answer_chat(service, request, body)
+            fields = {
+                "messages": [*_MESSAGES, {"role": "user", "content": query}],
+                "max_completion_tokens": REWRITE_TOKENS,
+                "temperature": 0,
+                "stop": ["\n"],
+            }
+            reply = await answer_chat(service, request, ChatCompletionRequest.model_validate(fields))
         except (InvalidRequest, ApiError) as error:
             if isinstance(error, ApiError) and error.status not in (400, 404):
                 raise
