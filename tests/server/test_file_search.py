@@ -5,10 +5,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from fastapi import Request
 
+from quire.core.stats import VectorFormat
 from quire.rag.stores import StorePassage, VectorStore
 from quire.server.access import RequestContext
 from quire.server.app import create_app
@@ -311,7 +313,9 @@ def test_a_query_is_rewritten_by_the_model_where_the_tool_asks_for_it() -> None:
 
 
 def test_without_a_chat_model_a_query_stays_and_a_warning_says_so() -> None:
-    service = scripted_service(ScriptedEngine(()))
+    engine = ScriptedEngine(())
+    service = scripted_service(engine)
+    engine.ready = msgspec.structs.replace(engine.ready, vectors=VectorFormat(4, True))
     service.models.main.task = "embed"
     context = RequestContext("req-1")
     request = Request({"type": "http", "headers": [], "quire.context": context})
