@@ -23,9 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server's address without /v1."""
-    running = RunningServer()
+    running = RunningServer("--data-dir", str(tmp_path_factory.mktemp("data")))
     try:
         yield running.wait_ready().url
         running.wait_idle()

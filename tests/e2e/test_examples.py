@@ -35,6 +35,7 @@ WITH_SERVER = {
     "tool_call.py": r"call: get_weather {'city': 'Paris'}\nanswer: \S",
     "read_metrics.py": r"quire_generation_tokens_total .*\(\+16\.000\)",
 }
+WITH_CLIENTS = {"langchain_files.py", "llama_index_files.py"}  # tests/clients/test_examples.py runs them
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_a_script_runs_against_a_server(script, url):
 
 def test_every_script_is_short_listed_and_tested():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    assert scripts == {*OFFLINE, *WITH_SERVER}
+    assert scripts == {*OFFLINE, *WITH_SERVER, *WITH_CLIENTS}
     listed = set(re.findall(r"^\| `(\w+\.py)`", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
     assert listed == scripts
     lengths = {name: len((EXAMPLES / name).read_text().splitlines()) for name in scripts}

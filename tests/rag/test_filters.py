@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from quire.rag.filters import check_attributes, parse_filter
-from quire.rag.index import Point, open_index
+from quire.rag.index import IndexQuery, Point, open_index
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_ten_thousand_filters_agree_with_the_definition(tmp_path: Path, kind: An
         content = made.filter()
         wanted = parse_filter(content)
         expected = {point.chunk_id for point in points if wanted.matches(point.attributes)}
-        hits = index.search(vectors[0], "", 100, wanted, ranker="none")
+        hits = index.search(IndexQuery(vectors[0], "", 100, wanted, ranker="none"))
         assert {hit.chunk_id for hit in hits} == expected, content
     index.close()

@@ -14,7 +14,7 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.rag import hnsw
 from quire.rag.filters import parse_filter
-from quire.rag.index import GrowingIndex, IndexFault, Point, VectorIndex, open_index
+from quire.rag.index import GrowingIndex, IndexFault, IndexQuery, Point, VectorIndex, open_index
 from quire.rag.words import STOP_WORDS, stem
 
 DIMENSION = 16
@@ -74,7 +74,7 @@ def test_vectors_rank_by_the_best_window(index: VectorIndex) -> None:
     made = points(200)
     index.upsert(made)
     vector = numpy.random.default_rng(9).normal(size=DIMENSION).astype(numpy.float32)
-    hits = index.search(vector, "", 10, ranker="none")
+    hits = index.search(IndexQuery(vector, "", 10, ranker="none"))
     expected = cosines(made, vector)
     assert [hit.chunk_id for hit in hits] == ranked(expected)[:10]
     assert [hit.score for hit in hits] == pytest.approx([expected[hit.chunk_id] for hit in hits], abs=1e-5)
@@ -84,7 +84,7 @@ def test_words_rank_by_bm25(index: VectorIndex) -> None:
     made = points(200)
     index.upsert(made)
     vector = numpy.ones(DIMENSION, numpy.float32)
-    hits = index.search(vector, "the rivers of money", 10, embedding_weight=0.0)
+    hits = index.search(IndexQuery(vector, "the rivers of money", 10, embedding_weight=0.0))
     expected = bm25(made, "the rivers of money")
     top = ranked(expected)[:10]
     assert sum(hit.chunk_id in top for hit in hits) >= 9  # equal texts and rounding may change places
@@ -99,16 +99,16 @@ def test_the_fused_rank_is_weighted_and_between_0_and_1(index: VectorIndex) -> N
     ]
     index.upsert(made)
     vector = numpy.array([1.0, 0.5, *[0.0] * (DIMENSION - 2)], numpy.float32)
-    best = {hit.chunk_id: hit.score for hit in index.search(vector, "river", 3)}
+    best = {hit.chunk_id: hit.score for hit in index.search(IndexQuery(vector, "river", 3))}
     assert best[2] == pytest.approx((1 / 62 + 1 / 61) / (2 / 61))
     assert best[1] == pytest.approx(0.5)
-    by_meaning = index.search(vector, "river", 3, embedding_weight=3.0, text_weight=0.01)
+    by_meaning = index.search(IndexQuery(vector, "river", 3, embedding_weight=3.0, text_weight=0.01))
     assert by_meaning[0].chunk_id == 1
-    assert [hit.chunk_id for hit in index.search(vector, "river", 3, score_threshold=0.9)] == [2]
+    assert [hit.chunk_id for hit in index.search(IndexQuery(vector, "river", 3, score_threshold=0.9))] == [2]
     with pytest.raises(
         ValueError, match="embedding_weight=0 and text_weight=0: give 0 or more, and one above 0"
     ):
-        index.search(vector, "river", 3, embedding_weight=0, text_weight=0)
+        index.search(IndexQuery(vector, "river", 3, embedding_weight=0, text_weight=0))
 
 
 def test_replacing_deleting_and_filtering(index: VectorIndex) -> None:
@@ -117,24 +117,24 @@ def test_replacing_deleting_and_filtering(index: VectorIndex) -> None:
     index.upsert([Point(5, [numpy.ones(DIMENSION, numpy.float32)], "volcano", {"even": True})])
     assert len(index) == 60
     vector = numpy.ones(DIMENSION, numpy.float32)
-    assert index.search(vector, "volcano", 1)[0].chunk_id == 5
+    assert index.search(IndexQuery(vector, "volcano", 1))[0].chunk_id == 5
     even = parse_filter({"type": "eq", "key": "even", "value": True})
-    hits = index.search(vector, "river", 100, even)
+    hits = index.search(IndexQuery(vector, "river", 100, even))
     assert {hit.chunk_id for hit in hits} == {*range(2, 61, 2), 5}
     index.delete([5, 6, 999])
     assert len(index) == 58
-    assert not {5, 6} & {hit.chunk_id for hit in index.search(vector, "volcano river", 100)}
+    assert not {5, 6} & {hit.chunk_id for hit in index.search(IndexQuery(vector, "volcano river", 100))}
 
 
 def test_points_are_there_when_it_is_opened_again(index: VectorIndex, tmp_path: Path) -> None:
     index.upsert(points(30))
     index.delete([3])
     vector = numpy.ones(DIMENSION, numpy.float32)
-    before = index.search(vector, "stone", 5)
+    before = index.search(IndexQuery(vector, "stone", 5))
     index.close()
     again = open_index(tmp_path, DIMENSION, "hnsw" if isinstance(index, hnsw.HnswIndex) else "exact")
     assert len(again) == 29
-    assert again.search(vector, "stone", 5) == before
+    assert again.search(IndexQuery(vector, "stone", 5)) == before
     again.close()
     with pytest.raises(IndexFault, match="for vectors of 16 numbers, not 8: delete it"):
         open_index(tmp_path, 8, "hnsw" if isinstance(index, hnsw.HnswIndex) else "exact")
@@ -142,7 +142,7 @@ def test_points_are_there_when_it_is_opened_again(index: VectorIndex, tmp_path: 
 
 def test_an_empty_index_finds_nothing(index: VectorIndex) -> None:
     assert len(index) == 0
-    assert index.search(numpy.ones(DIMENSION, numpy.float32), "river", 5) == []
+    assert index.search(IndexQuery(numpy.ones(DIMENSION, numpy.float32), "river", 5)) == []
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def test_many_deletions_leave_the_same_results() -> None:
         index.upsert(points(100, seed=round))  # replaces all
     made = points(100, seed=29)
     vector = numpy.ones(DIMENSION, numpy.float32)
-    assert [hit.chunk_id for hit in index.search(vector, "", 5, ranker="none")] == ranked(
+    assert [hit.chunk_id for hit in index.search(IndexQuery(vector, "", 5, ranker="none"))] == ranked(
         cosines(made, vector)
     )[:5]
     expected = bm25(made, "stone")
-    assert index.search(vector, "stone", 1, embedding_weight=0)[0].chunk_id == ranked(expected)[0]
+    assert index.search(IndexQuery(vector, "stone", 1, embedding_weight=0))[0].chunk_id == ranked(expected)[0]
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
@@ -195,11 +195,15 @@ def test_an_index_grows_into_a_graph(tmp_path: Path) -> None:
     index.upsert(made)
     assert (tmp_path / "points.sqlite").exists()
     vector = numpy.ones(DIMENSION, numpy.float32)
-    before = index.search(vector, "stone river", 10, ranker="none")
+    before = index.search(IndexQuery(vector, "stone river", 10, ranker="none"))
     index.upsert(points(1, seed=5, first=101))
     assert not (tmp_path / "points.sqlite").exists()
     assert len(index) == 101
-    after = [hit for hit in index.search(vector, "stone river", 11, ranker="none") if hit.chunk_id != 101]
+    after = [
+        hit
+        for hit in index.search(IndexQuery(vector, "stone river", 11, ranker="none"))
+        if hit.chunk_id != 101
+    ]
     assert [hit.chunk_id for hit in after[:10]] == [hit.chunk_id for hit in before]
     index.close()
     again = open_index(tmp_path, DIMENSION)
@@ -227,10 +231,28 @@ def test_a_graph_is_built_beside_searches_and_keeps_changes(
     index.wait()
     assert index.num_indexed > 1500
     vector = made[41].vectors[0]
-    assert index.search(vector, "", 1, ranker="none")[0].chunk_id == 42
-    assert not any(hit.chunk_id == 7 for hit in index.search(made[6].vectors[0], "", 100, ranker="none"))
+    assert index.search(IndexQuery(vector, "", 1, ranker="none"))[0].chunk_id == 42
+    assert not any(
+        hit.chunk_id == 7 for hit in index.search(IndexQuery(made[6].vectors[0], "", 100, ranker="none"))
+    )
     index.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hnsw"]
+
+
+def test_points_without_words_are_built_into_a_graph_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("qdrant_edge")
+    monkeypatch.setattr(hnsw, "BUILD_FROM", 300)
+    monkeypatch.setattr(hnsw, "SCAN_KB", 2)
+    index = hnsw.HnswIndex(tmp_path, DIMENSION)
+    index.upsert([Point(point.chunk_id, point.vectors, "", {}) for point in points(400)])
+    waiting = threading.Thread(target=index.wait, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()  # it is not built again and again
+    assert index.num_indexed >= 400
+    index.close()
 
 
 def test_a_crash_while_files_change_places_leaves_the_old_ones(tmp_path: Path) -> None:
@@ -251,7 +273,7 @@ def test_threads_search_while_points_are_added(index: VectorIndex) -> None:
     def search() -> None:
         try:
             for _ in range(50):
-                index.search(numpy.ones(DIMENSION, numpy.float32), "stone", 5)
+                index.search(IndexQuery(numpy.ones(DIMENSION, numpy.float32), "stone", 5))
         except Exception as fault:
             faults.append(fault)
 

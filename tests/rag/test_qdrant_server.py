@@ -15,7 +15,7 @@ from rag.test_filters import RandomFilters
 
 from quire.core.errors import ConfigError
 from quire.rag.filters import parse_filter
-from quire.rag.index import IndexFault, Point, open_index
+from quire.rag.index import IndexFault, IndexQuery, Point, open_index
 from quire.rag.qdrant_server import ServerIndex, StoreUnreachable
 from quire.rag.stores import NewStoreFile
 from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
@@ -64,6 +64,7 @@ class Collection:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet, not one that waits for an acknowledgement
     collections: dict[str, Collection]
 
     def log_message(self, *_: Any) -> None: ...
@@ -120,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     kind = type("Stand-in", (Handler,), {"collections": {}})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"qdrant://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -144,9 +145,11 @@ def test_it_finds_what_the_exact_index_finds(url: str) -> None:
     for _ in range(100):
         wanted = parse_filter(made.filter())
         vector = random.normal(size=8).astype(numpy.float32)
-        by_vector = [index.search(vector, "", 30, wanted, ranker="none") for index in (server, exact)]
+        by_vector = [
+            index.search(IndexQuery(vector, "", 30, wanted, ranker="none")) for index in (server, exact)
+        ]
         assert [hit.chunk_id for hit in by_vector[0]] == [hit.chunk_id for hit in by_vector[1]]
-    hits = server.search(vector, "word2 stones", 3, embedding_weight=0.0)
+    hits = server.search(IndexQuery(vector, "word2 stones", 3, embedding_weight=0.0))
     assert {hit.chunk_id % 7 for hit in hits} == {2}
     server.close()
     again = ServerIndex(url, "a b/c", 8)  # the collection and its fields are there
@@ -177,7 +180,7 @@ def test_vector_stores_keep_their_indexes_there(url: str, tmp_path: Path) -> Non
 
     def found(folder: DataFolder) -> list[str]:
         known = folder.stores.get("me", store.id)
-        hits = folder.stores.search(known, 5, lambda index, limit: index.search(vector, "stones", limit))
+        hits = folder.stores.search(known, IndexQuery(vector, "stones", 5))
         return [hit.text for hit in hits]
 
     assert found(data) == ["a text about stones"]

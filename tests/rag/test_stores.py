@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy
@@ -21,7 +20,10 @@ from quire.rag import stores as stores_module
 from quire.rag.batches import BatchRecords
 from quire.rag.database import PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
+from quire.rag.ranking import IndexQuery
 from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
+from quire.server.errors import as_api_error
+from tests.rag.files import zip_bomb
 from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
 
 ME = "owner"
@@ -50,8 +52,7 @@ def new_store(data: DataFolder, days: int | None = None) -> VectorStore:
 
 def search(data: DataFolder, store: VectorStore, text: str, limit: int = 5) -> list[StorePassage]:
     vector = numpy.frombuffer(vector_of(text), dtype=numpy.float32)
-    find = partial(lambda index, most: index.search(vector, text, most))
-    return data.stores.search(data.stores.get(ME, store.id), limit, find)
+    return data.stores.search(data.stores.get(ME, store.id), IndexQuery(vector, text, limit))
 
 
 def run(data: DataFolder, encoder: HashEncoder | None = None) -> None:
@@ -146,8 +147,10 @@ def test_parts_are_joined_in_the_order_that_is_asked_for(data: DataFolder) -> No
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(data: DataFolder) -> None:
-    with pytest.raises(StorageFull, match="left"):
+    with pytest.raises(StorageFull, match="left") as raised:
         data.files.check_room(1 << 60)
+    shown = as_api_error(raised.value)
+    assert (shown.status, shown.code) == (413, "storage_full")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     path = data.files.temporary()
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -210,6 +213,25 @@ def test_a_completed_file_is_found_and_its_text_is_whole(data: DataFolder) -> No
     assert data.stores.text(store, file_id) == words
 
 
+def test_what_chunks_have_in_common_is_embedded_once(data: DataFolder) -> None:
+    class Counting(HashEncoder):
+        num_words = 0
+
+        async def embed(self, texts: Sequence[str]) -> list[bytes]:
+            self.num_words += sum(len(text.split()) for text in texts)
+            return await super().embed(texts)
+
+    words = " ".join(f"word{number}" for number in range(8000))
+    store, file_id, encoder = new_store(data), add_file(data, words), Counting()
+    data.stores.add_files(store, [NewStoreFile(file_id, {}, 800, 400)])
+    run(data, encoder)
+    assert data.stores.file(store, file_id).status == "completed"
+    assert encoder.num_words < 1.2 * 8000  # chunks hold every word twice
+    for number in (0, 399, 400, 799, 4321, 7999):
+        best = search(data, store, f"word{number}")[0]
+        assert f"word{number}" in best.text.split()
+
+
 def test_what_cannot_be_read_fails_with_its_reason(data: DataFolder) -> None:
     store = new_store(data)
     reasons = {
@@ -217,10 +239,16 @@ def test_what_cannot_be_read_fails_with_its_reason(data: DataFolder) -> None:
         add_file(data, "   \n ", "blank.txt"): "invalid_file",
         add_file(data, "\x7fELF", "program.exe"): "unsupported_file",
         add_file(data, "no pdf", "broken.pdf"): "invalid_file",
+        add_file(data, "text \0", "program.txt"): "unsupported_file",
     }
+    bomb = data.files.temporary()
+    zip_bomb(bomb, 200)
+    reasons[data.files.add(ME, bomb, "bomb.docx", "assistants").id] = "invalid_file"
     good = add_file(data, "good text")
     add_to(data, store, *reasons, good)
+    began = time.monotonic()
     run(data)
+    assert time.monotonic() - began < 10 * len(reasons)
     for file_id, code in reasons.items():
         file = data.stores.file(store, file_id)
         assert (file.status, file.error_code) == ("failed", code), file
@@ -286,7 +314,10 @@ def test_ingestion_pauses_while_text_is_generated(data: DataFolder, monkeypatch:
     assert time.monotonic() - began >= 4 * 0.02 / ingest.BUSY_SHARE
 
 
-def test_a_missing_index_is_built_again(tmp_path: Path) -> None:
+def test_a_missing_index_is_built_again_at_start_with_progress(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores_module, "REBUILT_AT_ONCE", 10)
     data = DataFolder(tmp_path)
     store = new_store(data)
     texts = [f"passage number {number}" for number in range(30)]
@@ -296,6 +327,11 @@ def test_a_missing_index_is_built_again(tmp_path: Path) -> None:
     for path in sorted((tmp_path / "index").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     data = DataFolder(tmp_path)
+    with caplog.at_level("INFO", "quire"):
+        data.stores.check_indexes()  # as at start
+    assert [line for line in caplog.messages if "chunks" in line] == [
+        f"index     of {store.id}: {done} of 30 chunks" for done in (10, 20, 30)
+    ]
     for text in texts:
         assert search(data, store, text)[0].text == text
     data.close()

@@ -5,12 +5,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import openai
 import pytest
+from fastapi import Request
 
+from quire.core.stats import VectorFormat
 from quire.rag.stores import StorePassage, VectorStore
+from quire.server.access import RequestContext
 from quire.server.app import create_app
 from quire.server.retrieval.file_search import FileSearch
+from quire.server.retrieval.rewrite import rewritten
 from tests.server.running import MODEL, RunningServer
 from tests.server.scripted import TEMPLATE, ScriptedEngine, posted, scripted_service, update
 
@@ -296,6 +301,27 @@ def test_a_forced_search_asks_no_model() -> None:
     assert store.queries == [QUESTION]
     assert len(engine.prompts) == 1
     assert response["output"][0]["type"] == "file_search_call"
+
+
+def test_a_query_is_rewritten_by_the_model_where_the_tool_asks_for_it() -> None:
+    tool = {"type": "file_search", "vector_store_ids": ["vs_1"], "rewrite_query": True}
+    response, store = asked(TwoAnswers(' "Grok-0 size"', "33 billion."), TEMPLATE, tools=[tool])
+    assert store.queries == ["Grok-0 size"]
+    assert response["output"][0]["queries"] == ["Grok-0 size"]
+    _, store = asked(TwoAnswers("  ", "33 billion."), TEMPLATE, tools=[tool])  # nothing written
+    assert store.queries == [QUESTION]
+
+
+def test_without_a_chat_model_a_query_stays_and_a_warning_says_so() -> None:
+    engine = ScriptedEngine(())
+    service = scripted_service(engine)
+    engine.ready = msgspec.structs.replace(engine.ready, vectors=VectorFormat(4, True))
+    service.models.main.task = "embed"
+    context = RequestContext("req-1")
+    request = Request({"type": "http", "headers": [], "quire.context": context})
+    assert asyncio.run(rewritten(service, request, ["one", "two"])) == ["one", "two"]
+    (warning,) = context.warnings
+    assert warning.startswith("rewrite_query has no effect: this server has only")
 
 
 def test_other_tools_stay_with_the_model() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from quire.server.retrieval.rewrite import REWRITE_TOKENS
 from tests.server.running import RunningServer
 
 TEXTS = {
@@ -150,6 +151,16 @@ def test_a_search_finds_the_passage(client: openai.OpenAI, filled: tuple[str, di
     assert len(client.vector_stores.search(store_id, query="tea", max_num_results=1).data) == 1
     both = client.vector_stores.search(store_id, query=["capital of France", "hot drinks"]).data
     assert {result.filename for result in both[:2]} == {"paris.md", "tea.txt"}
+
+
+def test_a_query_is_rewritten(client: openai.OpenAI, filled: tuple[str, dict[str, str]]) -> None:
+    asked = "hello, please tell me how many parameters the model Grok-0 has, if you know it!"
+    page = client.vector_stores.search(filled[0], query=asked, rewrite_query=True)
+    (searched,) = page.to_dict()["search_query"]  # type: ignore[misc]
+    assert searched != asked
+    assert len(searched.split()) <= REWRITE_TOKENS
+    plain = client.vector_stores.search(filled[0], query=asked)
+    assert plain.to_dict()["search_query"] == [asked]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,26 @@ def windows(text: str, tokenizer: Tokenizer, max_tokens: int = WINDOW) -> list[s
     return [spans.chunk(first, end).text for first, end in zip(firsts, ends, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingChunk:
+    """A chunk without vectors."""
+
+    id: int
+    store_id: str
+    file_id: str
+    text: str
+    shared_from: int | None  # the character from which on the text is also the next chunk's
+    shared_to: int | None  # up to which it is also the previous one's
+
+    @property
+    def parts(self) -> list[str]:
+        """The text, cut where about half of it is a neighbour's too: equal parts are embedded once."""
+        at = self.shared_from if self.shared_from is not None else self.shared_to
+        if at is None or not 0.4 <= at / len(self.text) <= 0.6:
+            return [self.text]
+        return [self.text[:at].strip(), self.text[at:].strip()]
+
+
 class _Spans:
     """Where the tokens of a text are, in characters. Long texts are encoded in pieces that end between words."""
 

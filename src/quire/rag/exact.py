@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from quire.rag.filters import Filter
-from quire.rag.ranking import Hit, IndexFault, Point, Ranker, ranked_hits, unit_vectors
+from quire.rag.ranking import Hit, IndexFault, IndexQuery, Point, ranked_hits, unit_vectors
 from quire.rag.words import K1, B, word_counts
 
 FILE = "points.sqlite"
@@ -82,20 +82,9 @@ class ExactIndex:
             for chunk_id in chunk_ids:
                 self._rows.set_attributes(chunk_id, attributes)
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        limit: int,
-        filter: Filter | None = None,
-        ranker: Ranker = "auto",
-        embedding_weight: float = 1.0,
-        text_weight: float = 1.0,
-        score_threshold: float = 0.0,
-    ) -> list[Hit]:
-        weights = (embedding_weight, text_weight)
+    def search(self, query: IndexQuery) -> list[Hit]:
         with self._lock:
-            return ranked_hits(self._rows, vector, text, limit, filter, ranker, weights, score_threshold)
+            return ranked_hits(self._rows, query)
 
     def __len__(self) -> int:
         return self._rows.num_live

@@ -29,7 +29,7 @@ from quire.rag.qdrant_terms import (
     payload_of,
     word_weights,
 )
-from quire.rag.ranking import Hit, IndexFault, Point, Ranker, ranked_hits
+from quire.rag.ranking import Hit, IndexFault, IndexQuery, Point, ranked_hits
 from quire.rag.words import word_counts
 
 logger = get_logger(__name__)
@@ -100,7 +100,9 @@ class HnswIndex:
 
     def _point(self, stored: Stored) -> Any:
         indices, weights = word_weights(stored.words, self._average_length or USUAL_LENGTH)
-        vectors = {DENSE: stored.vectors.tolist(), WORDS: qdrant.SparseVector(indices, weights)}
+        vectors = {DENSE: stored.vectors.tolist()}
+        if indices:  # `num_indexed` counts the points that have words
+            vectors[WORDS] = qdrant.SparseVector(indices, weights)
         return qdrant.Point(stored.chunk_id, vectors, payload_of(stored.attributes))
 
     def _index_fields(self, payload: dict[str, Any]) -> None:
@@ -111,20 +113,9 @@ class HnswIndex:
 
     # ------------------------------------------------------------------ search
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        limit: int,
-        filter: Filter | None = None,
-        ranker: Ranker = "auto",
-        embedding_weight: float = 1.0,
-        text_weight: float = 1.0,
-        score_threshold: float = 0.0,
-    ) -> list[Hit]:
-        weights = (embedding_weight, text_weight)
+    def search(self, query: IndexQuery) -> list[Hit]:
         with self._lock:
-            return ranked_hits(self, vector, text, limit, filter, ranker, weights, score_threshold)
+            return ranked_hits(self, query)
 
     def by_vector(self, vector: numpy.ndarray, limit: int, filter: Filter | None) -> list[tuple[int, float]]:
         query = qdrant.Query.Nearest([vector.tolist()], using=DENSE)
@@ -166,10 +157,10 @@ class HnswIndex:
 
     @property
     def num_indexed(self) -> int:
-        """Vectors that are in the graph, about."""
-        return max(
-            0, self._shard.info().indexed_vectors_count - len(self)
-        )  # the words' vectors count as well
+        """Vectors that are in the graph, about: the package counts the vectors of words as well."""
+        with_words = qdrant.Filter(must=[qdrant.HasVectorCondition(WORDS)])
+        num_words = self._shard.count(qdrant.CountRequest(exact=True, filter=with_words))
+        return max(0, self._shard.info().indexed_vectors_count - num_words)
 
     def _build_if_due(self) -> None:
         if self._background and self._noted is None and len(self) - self.num_indexed >= BUILD_FROM:
@@ -202,7 +193,8 @@ class HnswIndex:
                     )
                 return
             self._swap(copy, noted)
-            self._build_if_due()  # for the points that came meanwhile
+            if noted:
+                self._build_if_due()  # for the points that came meanwhile
 
     def _swap(self, copy: Path, noted: list[Callable[[Any], None]]) -> None:
         self._shard.close()

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
-
 from quire.core.errors import ConfigError
 from quire.rag.exact import ExactIndex
-from quire.rag.filters import Filter
 from quire.rag.ranking import Hit as Hit
 from quire.rag.ranking import IndexFault as IndexFault
+from quire.rag.ranking import IndexQuery as IndexQuery
 from quire.rag.ranking import Point as Point
 from quire.rag.ranking import Ranker as Ranker
 from quire.rag.ranking import VectorIndex as VectorIndex
@@ -71,21 +69,9 @@ class GrowingIndex:
         with self._lock:
             self._index.set_attributes(chunk_ids, attributes)
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        limit: int,
-        filter: Filter | None = None,
-        ranker: Ranker = "auto",
-        embedding_weight: float = 1.0,
-        text_weight: float = 1.0,
-        score_threshold: float = 0.0,
-    ) -> list[Hit]:
+    def search(self, query: IndexQuery) -> list[Hit]:
         with self._lock:
-            return self._index.search(
-                vector, text, limit, filter, ranker, embedding_weight, text_weight, score_threshold
-            )
+            return self._index.search(query)
 
     def __len__(self) -> int:
         return len(self._index)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from quire.core.errors import NotFound, QuireError
 from quire.observe.logs import get_logger
-from quire.rag.chunks import chunk_text, windows
+from quire.rag.chunks import WaitingChunk, chunk_text, windows
 from quire.rag.files import FileStore
 from quire.rag.parse import ParseError, parse_file
 from quire.rag.stores import StoreFile, VectorStores
@@ -162,35 +162,40 @@ class Ingest:
     async def _embed_waiting(self) -> None:
         """Until no chunk is left without vectors. Beside generation it pauses between requests."""
         while chunks := await self._thread(self._stores.unembedded, CHUNKS_AT_ONCE):
-            store_id = chunks[0][1]
+            store_id = chunks[0].store_id
             began = time.monotonic()
-            await self._embed([chunk for chunk in chunks if chunk[1] == store_id])
+            await self._embed([chunk for chunk in chunks if chunk.store_id == store_id])
             await self._thread(self._stores.complete_files)
             if self._encoders.is_generating:
                 await asyncio.sleep((time.monotonic() - began) * (1 / BUSY_SHARE - 1))
         await self._thread(self._stores.complete_files)
 
-    async def _embed(self, chunks: Sequence[tuple[int, str, str, str]]) -> None:
-        """Chunks of one store. A fault of the encoder fails their files."""
-        store_id = chunks[0][1]
+    async def _embed(self, chunks: Sequence[WaitingChunk]) -> None:
+        """Chunks of one store; windows of several are embedded once. A fault of the encoder fails their files."""
+        store_id = chunks[0].store_id
         try:
             store = await self._thread(self._stores.by_id, store_id)
             encoder = await self._usable_encoder(store.model if store is not None else None)
             most = min(WINDOW_TOKENS, encoder.max_tokens - 2)
-            parts = await self._thread(
-                lambda: [windows(text, encoder.tokenizer, most) or [text] for _, _, _, text in chunks]
+            cut: list[list[str]] = await self._thread(
+                lambda: [
+                    [window for part in chunk.parts for window in windows(part, encoder.tokenizer, most)]
+                    or [chunk.text]
+                    for chunk in chunks
+                ]
             )
-            flat = [text for texts in parts for text in texts]
+            texts = list(dict.fromkeys(window for own in cut for window in own))
             vectors: list[bytes] = []
-            for start in range(0, len(flat), 2 * CHUNKS_AT_ONCE):  # one chunk may have many windows
-                vectors += await self._embedded(encoder, flat[start : start + 2 * CHUNKS_AT_ONCE])
+            for start in range(0, len(texts), 2 * CHUNKS_AT_ONCE):  # one chunk may have many windows
+                vectors += await self._embedded(encoder, texts[start : start + 2 * CHUNKS_AT_ONCE])
         except QuireError as error:
-            for file_id in {chunk[2] for chunk in chunks}:
+            for file_id in {chunk.file_id for chunk in chunks}:
                 await self._thread(self._fail, store_id, file_id, str(error))
             return
-        rest = iter(vectors)
+        known = dict(zip(texts, vectors, strict=True))
         joined = {
-            chunk[0]: b"".join(next(rest) for _ in texts) for chunk, texts in zip(chunks, parts, strict=True)
+            chunk.id: b"".join(known[window] for window in own)
+            for chunk, own in zip(chunks, cut, strict=True)
         }
         await self._thread(self._stores.set_vectors, joined)
 

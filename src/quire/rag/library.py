@@ -14,8 +14,7 @@ import numpy
 
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.rag.chunks import Chunk
-from quire.rag.filters import Filter
-from quire.rag.index import IndexFault, Point, Ranker, VectorIndex, open_index
+from quire.rag.index import IndexFault, IndexQuery, Point, VectorIndex, open_index
 from quire.rag.parsers import PAGE_END
 
 FILE = "library.sqlite"
@@ -168,19 +167,9 @@ class Library:
                 raise InvalidRequest(f"{name!r} is not in this index: `quire index list` shows its files")
             self._index.delete(old)
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        k: int,
-        filter: Filter | None,
-        ranker: Ranker,
-        weights: tuple[float, float],
-        score_threshold: float,
-    ) -> list[CitedPassage]:
-        hits = self._index.search(vector, text, k, filter, ranker, *weights, score_threshold=score_threshold)
+    def search(self, query: IndexQuery) -> list[CitedPassage]:
         passages = []
-        for hit in hits:
+        for hit in self._index.search(query):
             row = self._database.execute(
                 "SELECT name, text, start, end, line, page, attributes FROM chunk JOIN file ON file.id = file_id"
                 " WHERE chunk.id = ?",

@@ -26,7 +26,7 @@ from quire.rag.qdrant_terms import (
     payload_of,
     word_weights,
 )
-from quire.rag.ranking import Hit, IndexFault, Point, Ranker, ranked_hits
+from quire.rag.ranking import Hit, IndexFault, IndexQuery, Point, ranked_hits
 from quire.rag.words import word_counts
 
 USUAL_PORT = 6333
@@ -76,19 +76,8 @@ class ServerIndex:
         if chunk_ids:
             self._ask("PUT", "/points/payload?wait=true", {"payload": payload, "points": list(chunk_ids)})
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        limit: int,
-        filter: Filter | None = None,
-        ranker: Ranker = "auto",
-        embedding_weight: float = 1.0,
-        text_weight: float = 1.0,
-        score_threshold: float = 0.0,
-    ) -> list[Hit]:
-        weights = (embedding_weight, text_weight)
-        return ranked_hits(self, vector, text, limit, filter, ranker, weights, score_threshold)
+    def search(self, query: IndexQuery) -> list[Hit]:
+        return ranked_hits(self, query)
 
     def by_vector(self, vector: numpy.ndarray, limit: int, filter: Filter | None) -> list[tuple[int, float]]:
         params: dict[str, Any] = {"hnsw_ef": EF}

@@ -37,6 +37,20 @@ class Hit:
     score: float  # 0 to 1: the cosine (ranker "none"), or the share of the best possible fused rank
 
 
+@dataclass(frozen=True, slots=True)
+class IndexQuery:
+    """A search: `auto` fuses the rankings by vector and by words with these weights; `none` ranks by vector."""
+
+    vector: numpy.ndarray  # [dimension]
+    text: str
+    limit: int
+    filter: Filter | None = None
+    ranker: Ranker = "auto"
+    embedding_weight: float = 1.0
+    text_weight: float = 1.0
+    score_threshold: float = 0.0
+
+
 class VectorIndex(Protocol):
     """Safe to use from several threads. Each change is on disk when its call returns, if the index has a folder."""
 
@@ -52,18 +66,8 @@ class VectorIndex(Protocol):
         """Replaces all attributes of these chunks."""
         ...
 
-    def search(
-        self,
-        vector: numpy.ndarray,
-        text: str,
-        limit: int,
-        filter: Filter | None = None,
-        ranker: Ranker = "auto",
-        embedding_weight: float = 1.0,
-        text_weight: float = 1.0,
-        score_threshold: float = 0.0,
-    ) -> list[Hit]:
-        """The best chunks, the best first. `auto` fuses the rankings by vector and by words; `none` ranks by vector."""
+    def search(self, query: IndexQuery) -> list[Hit]:
+        """The best chunks, the best first. ValueError for weights that are negative or both 0."""
         ...
 
     def __len__(self) -> int: ...
@@ -81,32 +85,22 @@ class Rankings(Protocol):
     def by_words(self, text: str, limit: int, filter: Filter | None) -> list[tuple[int, float]]: ...
 
 
-def ranked_hits(
-    index: Rankings,
-    vector: numpy.ndarray,
-    text: str,
-    limit: int,
-    filter: Filter | None,
-    ranker: Ranker,
-    weights: tuple[float, float],
-    score_threshold: float,
-) -> list[Hit]:
+def ranked_hits(index: Rankings, query: IndexQuery) -> list[Hit]:
     """`VectorIndex.search` over the two rankings of an index."""
-    if ranker == "none":
-        weights = (1.0, 0.0)
-    embedding_weight, text_weight = weights
+    weights = (query.embedding_weight, query.text_weight) if query.ranker == "auto" else (1.0, 0.0)
     if min(weights) < 0 or not sum(weights) > 0:
         raise ValueError(
-            f"embedding_weight={embedding_weight:g} and text_weight={text_weight:g}: give 0 or more, and one above 0"
+            f"embedding_weight={weights[0]:g} and text_weight={weights[1]:g}: give 0 or more, and one above 0"
         )
-    depth = max(CANDIDATES, 2 * limit)
-    if text_weight == 0:
-        ranking = index.by_vector(vector, limit, filter)
+    depth = max(CANDIDATES, 2 * query.limit)
+    if weights[1] == 0:
+        ranking = index.by_vector(query.vector, query.limit, query.filter)
         hits = [Hit(chunk_id, min(1.0, max(0.0, score))) for chunk_id, score in ranking]
     else:
-        dense = index.by_vector(vector, depth, filter) if embedding_weight > 0 else []
-        hits = _fused([(dense, embedding_weight), (index.by_words(text, depth, filter), text_weight)])
-    return [hit for hit in hits[:limit] if hit.score >= score_threshold]
+        dense = index.by_vector(query.vector, depth, query.filter) if weights[0] > 0 else []
+        words = index.by_words(query.text, depth, query.filter)
+        hits = _fused([(dense, weights[0]), (words, weights[1])])
+    return [hit for hit in hits[: query.limit] if hit.score >= query.score_threshold]
 
 
 def _fused(rankings: Sequence[tuple[Sequence[tuple[int, float]], float]]) -> list[Hit]:

@@ -17,7 +17,7 @@ from quire.rag.filters import check_attributes, parse_filter
 from quire.rag.library import CitedPassage, Library, LibraryFile, LibrarySettings, settings_in
 from quire.rag.parse import ParseError, parse_file
 from quire.rag.prompts import AskPrompt, ask_prompt
-from quire.rag.ranking import Ranker
+from quire.rag.ranking import IndexQuery, Ranker
 
 CHUNK_TOKENS, CHUNK_OVERLAP = (
     WINDOW,
@@ -26,7 +26,6 @@ CHUNK_TOKENS, CHUNK_OVERLAP = (
 EMBED_WINDOWS = 256  # that are embedded together
 ANSWER_TOKENS = 256
 ASK_THRESHOLD = 0.5  # of a passage's score: first by meaning or by words, or well placed in both
-_BOTH = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,8 @@ class Retriever:
         *,
         filters: Mapping[str, Any] | None = None,
         ranker: Ranker = "auto",
-        embedding_weight: float = _BOTH[0],
-        text_weight: float = _BOTH[1],
+        embedding_weight: float = 1.0,
+        text_weight: float = 1.0,
         score_threshold: float = 0.0,
     ) -> list[CitedPassage]:
         """The `k` best passages, the best first. `filters` are on attributes, in OpenAI's form."""
@@ -154,8 +153,9 @@ class Retriever:
         except ValueError as error:
             raise InvalidRequest(str(error), "filters") from None
         vector = self._embedder.embed([query], use_tqdm=False, truncate=True)[0]
-        weights = (embedding_weight, text_weight)
-        return self.library.search(vector, query, k, wanted, ranker, weights, score_threshold)
+        return self.library.search(
+            IndexQuery(vector, query, k, wanted, ranker, embedding_weight, text_weight, score_threshold)
+        )
 
     def prompt(self, question: str, k: int = 3, max_tokens: int = ANSWER_TOKENS, **search: Any) -> AskPrompt:
         """The messages that ask the model with the best passages, and those passages."""

@@ -6,7 +6,7 @@ chunks of completed files count. An index that does not hold exactly those is bu
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy
 
 from quire.core.errors import InvalidRequest, NotFound
 from quire.observe.logs import get_logger
-from quire.rag.chunks import Chunk
+from quire.rag.chunks import Chunk, WaitingChunk
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
-from quire.rag.index import Hit, Point, VectorIndex
+from quire.rag.index import IndexQuery, Point, VectorIndex
 from quire.rag.qdrant_server import StoreUnreachable
 from quire.rag.store_indexes import StoreIndexes
 
@@ -374,12 +374,16 @@ class VectorStores:
                 (file.store_id, file.id),
             )
 
-    def unembedded(self, limit: int) -> list[tuple[int, str, str, str]]:
-        """Chunks without vectors: their ids, stores, files and texts, in the order of their files."""
+    def unembedded(self, limit: int) -> list[WaitingChunk]:
+        """Chunks without vectors, in the order of their files."""
+        beside = "chunks AS {0} ON {0}.id = own.id {1} 1 AND {0}.store_id = own.store_id AND {0}.file_id = own.file_id"
         rows = self._database.rows(
-            "SELECT id, store_id, file_id, text FROM chunks WHERE vectors IS NULL ORDER BY id LIMIT ?", limit
+            "SELECT own.id, own.store_id, own.file_id, own.text, later.start - own.start, earlier.end - own.start "
+            f"FROM chunks AS own LEFT JOIN {beside.format('later', '+')} LEFT JOIN {beside.format('earlier', '-')} "
+            "WHERE own.vectors IS NULL ORDER BY own.id LIMIT ?",
+            limit,
         )
-        return [tuple(row) for row in rows]
+        return [WaitingChunk(*row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes]) -> None:
         with self._database.transaction() as connection:
@@ -420,15 +424,13 @@ class VectorStores:
 
     # ------------------------------------------------------------------ search
 
-    def search(
-        self, store: VectorStore, limit: int, find: Callable[[VectorIndex, int], list[Hit]]
-    ) -> list[StorePassage]:
-        """What `find` returns from the index, as passages of completed files; the best first."""
+    def search(self, store: VectorStore, query: IndexQuery) -> list[StorePassage]:
+        """What the index finds, as passages of completed files; the best first."""
         with self._lock:
             index = self._index(store)
             self._searches[store.id] += 1
         try:
-            hits = [] if index is None else find(index, limit)
+            hits = [] if index is None else index.search(query)
         finally:
             with self._lock:
                 self._searches[store.id] -= 1

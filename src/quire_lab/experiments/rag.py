@@ -19,6 +19,7 @@ from quire.llm.llm import LLM
 from quire.rag.chunks import windows
 from quire.rag.library import CitedPassage
 from quire.rag.prompts import ask_prompt
+from quire.rag.ranking import IndexQuery
 from quire.rag.retriever import Retriever
 from quire.rag.words import STOP_WORDS, stem
 from quire_lab.report.experiment import Bar, Check, Experiment, Finding, Setup, Table
@@ -80,7 +81,7 @@ def run(setup: Setup) -> Finding:
                     retriever.add_text(text, name)
                 searched += _searched(retriever, chunk, questions, vectors, bar)
                 if not references:
-                    references = _references(embedder, paragraphs, questions, vectors)
+                    references = reference_recalls(embedder, paragraphs, questions, vectors)
                     pairs = list(zip(questions, vectors, strict=True))[::stride]
                     kept = [_passages(retriever, question, vector, 3) for question, vector in pairs]
         with _model(setup) as llm:
@@ -92,10 +93,15 @@ def _xquad(setup: Setup) -> tuple[dict[str, str], list[Question]]:
     path = setup.data.path("xquad")
     if path is None:
         raise ConfigError("`rag` needs XQuAD's questions: give --data-dir a folder with xquad/xquad.en.json")
+    return read_xquad(Path(path), setup.pick(1, 1000, 1000))
+
+
+def read_xquad(path: Path, paragraphs_each: int = 1000) -> tuple[dict[str, str], list[Question]]:
+    """The paragraphs by name, that many of each article at most, and the questions about them."""
     paragraphs: dict[str, str] = {}
     questions = []
-    for article in json.loads(Path(path).read_text(encoding="utf-8"))["data"]:
-        for paragraph in article["paragraphs"][: setup.pick(1, 1000, 1000)]:
+    for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
+        for paragraph in article["paragraphs"][:paragraphs_each]:
             name = f"paragraph {len(paragraphs)}"
             paragraphs[name] = paragraph["context"]
             for asked in paragraph["qas"]:
@@ -107,7 +113,7 @@ def _xquad(setup: Setup) -> tuple[dict[str, str], list[Question]]:
 def _passages(
     retriever: Retriever, question: Question, vector: numpy.ndarray, k: int, method: str = "hybrid"
 ) -> list[CitedPassage]:
-    return retriever.library.search(vector, question.text, k, None, "auto", METHODS[method], 0.0)
+    return retriever.library.search(IndexQuery(vector, question.text, k, None, "auto", *METHODS[method]))
 
 
 def _searched(
@@ -127,7 +133,7 @@ def _searched(
     return made
 
 
-def _references(
+def reference_recalls(
     embedder: Embedder, paragraphs: dict[str, str], questions: Sequence[Question], vectors: numpy.ndarray
 ) -> dict[str, float]:
     """recall@5 by other code on the same windows and paragraphs: plain cosines, and BM25 with dictionaries."""

@@ -11,7 +11,7 @@ import numpy
 
 from quire.core.errors import ConfigError
 from quire.rag.filters import Filter, parse_filter
-from quire.rag.index import Point, VectorIndex, open_index
+from quire.rag.index import IndexQuery, Point, VectorIndex, open_index
 from quire_lab.measure.hnsw import METRICS, Hnsw, clustered
 from quire_lab.report.experiment import Bar, Check, Experiment, Finding, Setup, Table
 from quire_lab.report.figure import GREY, LIGHT, Picture, line_style, look, plain_log
@@ -110,7 +110,7 @@ def _served(vectors: numpy.ndarray, queries: numpy.ndarray, bar: Bar) -> list[Se
 
 
 def _ids(index: VectorIndex, query: numpy.ndarray, wanted: Filter | None) -> set[int]:
-    return {hit.chunk_id for hit in index.search(query, "", K, wanted, ranker="none")}
+    return {hit.chunk_id for hit in index.search(IndexQuery(query, "", K, wanted, "none"))}
 
 
 def _timed(

@@ -105,6 +105,7 @@ class SearchFields(RequestBody):
     filters: dict[str, Any] | None = None
     max_num_results: int | None = Field(None, ge=1, le=MAX_RESULTS)
     ranking_options: RankingOptions | None = None
+    rewrite_query: bool | None = Field(None, description="Whether the served chat model rewrites the query.")
 
 
 Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY)]
@@ -112,7 +113,6 @@ Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY)]
 
 class StoreSearch(SearchFields):
     query: Query | Annotated[list[Query], Field(min_length=1, max_length=MAX_QUERIES)]
-    rewrite_query: bool | None = None
 
 
 class FileSearchTool(SearchFields):

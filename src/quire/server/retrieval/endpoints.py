@@ -16,7 +16,7 @@ class Endpoints:
     def __init__(self, service: Service, retrieval: Retrieval) -> None:
         self.retrieval = retrieval
         self.files = FileEndpoints(retrieval, service.settings.max_file_bytes)
-        self.stores = StoreEndpoints(retrieval)
+        self.stores = StoreEndpoints(service, retrieval)
         self.file_search = FileSearch(service, retrieval)
         self._jobs = BatchJobs(service, retrieval)
         self.batches = BatchEndpoints(retrieval, self._jobs)

@@ -26,6 +26,7 @@ from quire.server.responses.convert_request import new_id
 from quire.server.retrieval import is_file_search
 from quire.server.retrieval.file_endpoints import owner_of
 from quire.server.retrieval.retrieval import Retrieval
+from quire.server.retrieval.rewrite import rewritten
 from quire.server.retrieval.search import SearchOptions, filter_of
 from quire.server.service import Service
 
@@ -130,6 +131,8 @@ class FileSearch:
         queries = [_last_question(body.messages)]
         if not is_forced and service.model_named(body.model).prompts.calls_tools:
             queries = await self._asked_queries(request, plain)
+        elif any(tool.rewrite_query for tool in tools) and queries[0].strip():
+            queries = await rewritten(service, request, [queries[0][:MAX_QUERY]])
         queries = [query[:MAX_QUERY] for query in queries if query.strip()][:MAX_QUERIES]
         if not queries:
             return SearchedChat(plain)

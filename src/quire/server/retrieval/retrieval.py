@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 import numpy
 
-from quire.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.errors import ConfigError, EngineDead, QueueFull, QuireError
 from quire.core.request import EmbedRequest
 from quire.rag.database import RagDatabase
 from quire.rag.files import FileStore
 from quire.rag.filters import Filter
-from quire.rag.index import Hit, VectorIndex
 from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
 from quire.rag.qdrant_server import StoreUnreachable
 from quire.rag.store_indexes import store_indexes
@@ -75,9 +74,11 @@ class Retrieval:
             raise ApiError(400, f"the vector store {store.id} cannot be searched: {error}") from None
         best: dict[tuple[str, int], StorePassage] = {}
         for query, vector in zip(queries, vectors, strict=True):
-            find = partial(_find, query=query, vector=vector, options=options, filter=filter)
+            numbers = numpy.frombuffer(vector, dtype=numpy.float32)
             try:
-                passages = await self.run(self.stores.search, store, options.num_candidates, find)
+                passages = await self.run(
+                    self.stores.search, store, options.index_query(numbers, query, filter)
+                )
             except StoreUnreachable as error:
                 raise Unavailable(str(error), "vector_store_down") from None
             for passage in passages:
@@ -95,30 +96,6 @@ class Retrieval:
         await asyncio.to_thread(self.stores.close)
         self.database.close()
         os.close(self._lock)
-
-
-def _find(
-    index: VectorIndex,
-    limit: int,
-    *,
-    query: str,
-    vector: bytes,
-    options: SearchOptions,
-    filter: Filter | None,
-) -> list[Hit]:
-    try:
-        return index.search(
-            numpy.frombuffer(vector, dtype=numpy.float32),
-            query,
-            limit,
-            filter,
-            options.ranker,
-            options.embedding_weight,
-            options.text_weight,
-            0.0 if options.reranker is not None else options.score_threshold,
-        )
-    except ValueError as error:
-        raise InvalidRequest(str(error), "ranking_options") from None
 
 
 def _opened(service: Service, folder: Path) -> Retrieval:

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy
+
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull
 from quire.rag.filters import Filter, parse_filter
+from quire.rag.ranking import IndexQuery
 from quire.rag.stores import StorePassage
 from quire.server.encoder_requests import all_pooled, new_id
 from quire.server.protocol.retrieval import MAX_RESULTS, SearchFields, SearchResult
@@ -47,10 +50,19 @@ class SearchOptions:
             text_weight=hybrid.text_weight if hybrid is not None else 1.0,
         )
 
-    @property
-    def num_candidates(self) -> int:
-        """What the index is asked for: more, if it is ranked again."""
-        return self.max_num_results if self.reranker is None else MAX_RESULTS
+    def index_query(self, vector: numpy.ndarray, text: str, filter: Filter | None) -> IndexQuery:
+        """What the index is asked for: more, and of any score, if it is ranked again."""
+        is_last = self.reranker is None
+        return IndexQuery(
+            vector,
+            text,
+            self.max_num_results if is_last else MAX_RESULTS,
+            filter,
+            self.ranker,
+            self.embedding_weight,
+            self.text_weight,
+            self.score_threshold if is_last else 0.0,
+        )
 
 
 def filter_of(given: SearchFields, path: str = "filters") -> Filter | None:

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from quire.core.errors import InvalidRequest
 from quire.rag.filters import check_attributes
 from quire.rag.stores import COUNTS, FileBatch, NewStoreFile, StoreFile, VectorStore
-from quire.server.access import add_warning
 from quire.server.protocol.base import Deleted
 from quire.server.protocol.retrieval import (
     AttributesUpdate,
@@ -29,13 +28,16 @@ from quire.server.reply import JsonReply
 from quire.server.retrieval.file_endpoints import owner_of
 from quire.server.retrieval.lists import page_query, shown_page
 from quire.server.retrieval.retrieval import Retrieval
+from quire.server.retrieval.rewrite import rewritten
 from quire.server.retrieval.search import SearchOptions, filter_of, shown_result
+from quire.server.service import Service
 
 DEFAULT_TOKENS, DEFAULT_OVERLAP = 800, 400
 
 
 class StoreEndpoints:
-    def __init__(self, retrieval: Retrieval) -> None:
+    def __init__(self, service: Service, retrieval: Retrieval) -> None:
+        self._service = service
         self._retrieval = retrieval
         self._stores = retrieval.stores
 
@@ -94,9 +96,9 @@ class StoreEndpoints:
     async def search(self, store_id: str, body: StoreSearch, request: Request) -> Response:
         options, filter = SearchOptions.of(body), filter_of(body)
         queries = [body.query] if isinstance(body.query, str) else body.query
-        if body.rewrite_query:
-            add_warning(request, "rewrite_query has no effect: the query is searched as it is")
         store = await self._retrieval.run(self._stores.usable, owner_of(request), store_id)
+        if body.rewrite_query:
+            queries = await rewritten(self._service, request, queries)
         passages = await self._retrieval.search(store, queries, options, filter)
         results: SearchResults = {
             "object": "vector_store.search_results.page",
