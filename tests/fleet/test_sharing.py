@@ -2,8 +2,11 @@
 
 import json
 import random
+import shutil
+import subprocess
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.cli.main import main
 from quire.core.errors import ConfigError
-from quire.fleet import manifests
+from quire.fleet import manifests, nvml
 from quire.fleet.mig import (
     CARDS,
     COMPUTE_SLICES,
@@ -27,7 +30,7 @@ from quire.fleet.mig import (
     placements,
     without_double,
 )
-from quire.fleet.packing import Demand, lower_bound, moved, pack
+from quire.fleet.packing import Demand, _placeable, lower_bound, moved, pack
 from quire.fleet.plan_file import read_fleet
 
 A100 = CARDS["a100-80g"]
@@ -84,6 +87,49 @@ def test_packing_is_at_most_one_gpu_above_what_is_needed() -> None:
         assert len(gpus) <= lower_bound(demands) + 1  # and the optimum is not below the bound
 
 
+def fewest_gpus(profiles) -> int:
+    """Exact, by branch and bound: the largest slice left goes to each GPU of other content, or to a new one."""
+    order = sorted(profiles, key=lambda p: (-p.memory, -p.compute))
+    memory_left = [sum(p.memory for p in order[at:]) for at in range(len(order) + 1)]
+    compute_left = [sum(p.compute for p in order[at:]) for at in range(len(order) + 1)]
+    best = len(order)
+    seen: set = set()
+
+    def search(at: int, gpus: tuple[tuple, ...]) -> None:
+        nonlocal best
+        free = sum(MEMORY_SLICES - sum(p.memory for p in gpu) for gpu in gpus)
+        free_compute = sum(COMPUTE_SLICES - sum(p.compute for p in gpu) for gpu in gpus)
+        more = max(-(-(memory_left[at] - free) // 8), -(-(compute_left[at] - free_compute) // 7), 0)
+        if len(gpus) + more >= best or (at, gpus) in seen:
+            return
+        seen.add((at, gpus))
+        if at == len(order):
+            best = len(gpus)
+            return
+        for gpu in dict.fromkeys(gpus):
+            if _placeable((*gpu, order[at])):
+                rest = list(gpus)
+                rest.remove(gpu)
+                search(at + 1, tuple(sorted((*rest, (*gpu, order[at])), key=str)))
+        search(at + 1, tuple(sorted((*gpus, (order[at],)), key=str)))
+
+    search(0, ())
+    return best
+
+
+def test_packing_is_at_most_one_gpu_above_the_exact_optimum() -> None:
+    above = 0
+    for seed in range(200):
+        chance = random.Random(1000 + seed)
+        weights = [chance.random() ** 2 for _ in A100.profiles[:-1]]  # a whole GPU is packed by itself
+        drawn = chance.choices(A100.profiles[:-1], weights, k=chance.randint(1, 14))
+        demands = [Demand(f"m{index}", profile) for index, profile in enumerate(drawn)]
+        optimum = fewest_gpus(drawn)
+        assert lower_bound(demands) <= optimum <= len(pack(demands, A100)) <= optimum + 1
+        above += len(pack(demands, A100)) > optimum
+    assert above <= 10
+
+
 def test_a_new_plan_moves_few_slices() -> None:
     small, large = A100.profile("1g.10gb"), A100.profile("3g.40gb")
     demands = [Demand(f"s{i}", small) for i in range(9)] + [Demand(f"l{i}", large) for i in range(3)]
@@ -122,6 +168,219 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
         manifests.read_mig_parted("version: v2", A100)
 
 
+FAKE_NVML = r"""
+#include <stdio.h>
+#include <string.h>
+typedef struct { unsigned version, id, p2p, slices, instances, sms, copy, dec, enc, jpeg, ofa;
+                 unsigned long long megabytes; char name[96]; } Info;
+typedef struct { unsigned start, size; } Place;
+static const struct { const char *name; unsigned slices, sms, mb, size, count, starts[7]; } table[] = {
+  {"MIG 1g.18gb", 1, 16, 16384, 1, 7, {0,1,2,3,4,5,6}}, {"MIG 1g.18gb+me", 1, 16, 16384, 1, 7, {0,1,2,3,4,5,6}},
+  {"MIG 1g.35gb", 1, 26, 33280, 2, 4, {0,2,4,6}}, {"MIG 2g.35gb", 2, 32, 33280, 2, 3, {0,2,4}},
+  {"MIG 3g.71gb", 3, 60, 71424, 4, 2, {0,4}}, {"MIG 4g.71gb", 4, 64, 71424, 4, 1, {0}},
+  {"MIG 7g.141gb", 7, 132, 143360, 8, 1, {0}}};
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) { *d = (void *)7; return i ? 2 : 0; }
+int nvmlDeviceGetName(void *d, char *name, unsigned n) { snprintf(name, n, "NVIDIA H200"); return d != (void *)7; }
+int nvmlDeviceGetGpuInstanceProfileInfoV(void *d, unsigned kind, Info *info) {
+  if (HAS_MIG == 0 || kind >= 7 || info->version != (sizeof(Info) | 2u << 24)) return 3;
+  info->id = kind + 40; info->slices = table[kind].slices; info->sms = table[kind].sms;
+  info->megabytes = table[kind].mb; strcpy(info->name, table[kind].name); return 0; }
+int nvmlDeviceGetGpuInstancePossiblePlacements_v2(void *d, unsigned id, Place *out, unsigned *count) {
+  *count = table[id - 40].count;
+  for (unsigned i = 0; i < *count; i++) out[i] = (Place){table[id - 40].starts[i], table[id - 40].size};
+  return 0; }
+"""
+
+
+def fake_nvml(folder: Path, has_mig: int = 1) -> str:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for a stand-in of NVML")
+    (folder / "nvml.c").write_text(FAKE_NVML)
+    library = folder / "libnvidia-ml.so"
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        f"-DHAS_MIG={has_mig}",
+        "-o",
+        str(library),
+        str(folder / "nvml.c"),
+    ]
+    subprocess.run(command, check=True)
+    return str(library)
+
+
+def test_the_card_that_is_here_is_read_from_nvml(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The stand-in has the table that an H200 gave with MIG off."""
+    title, found = nvml.read_card(library=fake_nvml(tmp_path))
+    assert title == "NVIDIA H200"
+    assert [(p.name, p.num_sms, p.megabytes) for p in found][1:3] == [
+        ("1g.35gb", 26, 33280),
+        ("2g.35gb", 32, 33280),
+    ]
+    assert nvml.differences(CARDS["h200"], found) == []
+    fewer = (*found[:3], replace(found[3], starts=(0,)), *found[5:])
+    assert nvml.differences(CARDS["h200"], fewer) == [
+        "3g.71gb: starts (0, 4), by NVML (0,)", "4g.71gb: not in NVML's table"
+    ]  # fmt: skip
+    monkeypatch.setattr(nvml, "read_card", lambda: (title, found))
+    assert main(["plan", "--mig", "auto", "--json"]) == 0
+    written = capsys.readouterr()
+    assert json.loads(written.out)["card"] == "h200"
+    assert "its 6 slices are those of the table" in written.err
+
+
+def test_a_machine_or_a_card_without_mig_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs NVIDIA.s driver, and it is not here .*as in --mig h100"):
+        nvml.read_card(library=str(tmp_path / "none.so"))
+    library = fake_nvml(tmp_path, has_mig=0)
+    with pytest.raises(ConfigError, match="NVIDIA H200 has no MIG: name a GPU that has"):
+        nvml.read_card(library=library)
+    with pytest.raises(ConfigError, match="finds no GPU 1"):
+        nvml.read_card(1, library)
+
+
+def document(required: dict, **more) -> dict:
+    return {"type": "object", "properties": required, "required": list(required), **more}
+
+
+def const(value: str) -> dict:
+    return {"const": value}
+
+
+NAME = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "maxLength": 63}
+COUNT = {"type": "integer", "minimum": 1}
+LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}}
+PROBE = document(
+    {
+        "httpGet": document({"path": {"pattern": "^/"}, "port": COUNT}, additionalProperties=False),
+        "periodSeconds": COUNT,
+    }
+)
+CONTAINER = document(
+    {
+        "name": NAME,
+        "image": {"type": "string", "minLength": 1},
+        "args": {"type": "array", "items": {"type": "string"}, "minItems": 2},
+        "ports": {"type": "array", "items": document({"containerPort": COUNT, "name": NAME})},
+        "resources": document(
+            {
+                "limits": {
+                    "patternProperties": {r"^nvidia\.com/mig-\d+g\.\d+gb$": COUNT},
+                    "additionalProperties": False,
+                }
+            }
+        ),
+        "startupProbe": PROBE,
+        "readinessProbe": PROBE,
+    },
+    additionalProperties=False,
+)
+MIG_DEVICES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "devices": {
+                "anyOf": [const("all"), {"type": "array", "items": {"type": "integer", "minimum": 0}}]
+            },
+            "device-filter": {"type": ["string", "array"]},
+            "mig-enabled": {"type": "boolean"},
+            "mig-devices": {"patternProperties": {r"^\d+g\.\d+gb$": COUNT}, "additionalProperties": False},
+        },
+        "required": ["devices", "mig-enabled"],
+        "additionalProperties": False,
+    },
+}
+PARTED = document(
+    {"version": const("v1"), "mig-configs": {"additionalProperties": MIG_DEVICES}}, additionalProperties=False
+)
+SHARED_GPUS = document(
+    {"resources": {"type": "array", "items": document({"name": const("nvidia.com/gpu"), "replicas": COUNT})}}
+)
+SCHEMAS = {  # what Kubernetes, the GPU operator, mig-parted and the device plugin require of these kinds
+    "mig-parted.yaml": PARTED,
+    "configmap.yaml": document(
+        {
+            "apiVersion": const("v1"),
+            "kind": const("ConfigMap"),
+            "metadata": document({"name": NAME, "namespace": NAME}),
+            "data": {"type": "object", "additionalProperties": {"type": "string"}},
+        },
+        additionalProperties=False,
+    ),
+    "clusterpolicy-patch.yaml": document(
+        {
+            "spec": document(
+                {
+                    "mig": document({"strategy": {"enum": ["single", "mixed"]}}, additionalProperties=False),
+                    "migManager": document({"config": document({"name": NAME})}),
+                }
+            )
+        },
+        additionalProperties=False,
+    ),
+    "deployments.yaml": document(
+        {
+            "apiVersion": const("apps/v1"),
+            "kind": const("Deployment"),
+            "metadata": document({"name": NAME, "labels": LABELS}),
+            "spec": document(
+                {
+                    "replicas": COUNT,
+                    "selector": document({"matchLabels": LABELS}, additionalProperties=False),
+                    "template": document(
+                        {
+                            "metadata": document({"labels": LABELS}),
+                            "spec": document(
+                                {"containers": {"type": "array", "items": CONTAINER, "minItems": 1}}
+                            ),
+                        }
+                    ),
+                },
+                additionalProperties=False,
+            ),
+        },
+        additionalProperties=False,
+    ),
+    "device-plugin-mps.yaml": document({"version": const("v1"), "sharing": document({"mps": SHARED_GPUS})}),
+    "device-plugin-time-slicing.yaml": document(
+        {"version": const("v1"), "sharing": document({"timeSlicing": SHARED_GPUS})}
+    ),
+    "queries.yaml": {"type": "object", "additionalProperties": {"type": "string", "pattern": "DCGM_FI_"}},
+}
+
+
+@pytest.mark.parametrize("platform", ["kubernetes", "openshift"])
+def test_every_file_of_a_plan_is_as_its_schema_requires(tmp_path: Path, platform: str, capsys) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    fleet, folder = tmp_path / "fleet.yaml", tmp_path / "files"
+    fleet.write_text(
+        "card: a100-80g\nnodes: [{name: gpu-1, gpus: 3}]\nmodels:\n"
+        "- {name: Chat 7B, model: org/chat, slice: 3g.40gb, replicas: 3, settings: {quantization: int4}}\n"
+        "- {name: embed, model: org/embed, slice: 1g.10gb}\n"
+    )
+    assert main(["plan", "--fleet", str(fleet), "--write", str(folder), "--platform", platform]) == 0
+    capsys.readouterr()
+    assert {path.name for path in folder.glob("*.yaml")} == SCHEMAS.keys()
+    for name, schema in SCHEMAS.items():
+        documents = list(yaml.safe_load_all((folder / name).read_text()))
+        assert documents
+        for one in documents:
+            jsonschema.validate(one, schema)
+    inner = yaml.safe_load((folder / "configmap.yaml").read_text())["data"]["config.yaml"]
+    jsonschema.validate(yaml.safe_load(inner), PARTED)
+    planned = manifests.read_mig_parted(inner, A100)["quire-gpu-1"]
+    assert sum(planned, Counter()) == {"3g.40gb": 3, "1g.10gb": 1}
+    chat = next(yaml.safe_load_all((folder / "deployments.yaml").read_text()))
+    assert chat["spec"]["selector"]["matchLabels"] == chat["spec"]["template"]["metadata"]["labels"]
+    args = chat["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[:4] == ["serve", "org/chat", "--quantization", "int4"]
+
+
 def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--mig", "h200", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["layouts"]) == 78
@@ -150,6 +409,8 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
         ("{users: 1}", "give at least `name`"),
         ("{name: a, slo_per_token: fast}", "slo_per_token is 'fast'"),
         ("{name: a}, {name: a}", "'a' is given twice"),
+        ("{name: a, rate: -1}", "rate is -1: give requests per second above 0"),
+        ("{name: a, rate: .nan}", "rate is nan"),
     ],
 )
 def test_a_fleet_file_is_refused_by_field(tmp_path: Path, model: str, message: str) -> None:

@@ -14,18 +14,22 @@ from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.core import laboratory
 from quire.core.errors import ConfigError
+from quire.fleet import nvml
 from quire.fleet.manifests import NAMESPACE, Node, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, lower_bound, pack
 from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
 
 MAX_REPLICAS = 64
+AUTO = "auto"
 
 
 def add_arguments(parser: Parser) -> None:
     group = parser.group("sharing GPUs")
     group.add_argument(
-        "--mig", metavar="GPU", help="slices and layouts of this GPU; with a model: the slice it needs"
+        "--mig",
+        metavar="GPU",
+        help="slices and layouts of this GPU (auto: of the one that is here); with a model: the slice it needs",
     )
     group.add_argument("--slo-per-token", default="50ms", help="time per token to keep (default: 50ms)")
     group.add_argument("--slo-request", default="10s", help="and per request (default: 10s)")
@@ -54,7 +58,7 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.fleet is not None:
         return _fleet(arguments)
-    card = find_card(arguments.mig)
+    card = _card_here() if arguments.mig == AUTO else find_card(arguments.mig)
     settings = engine_settings(arguments)
     if "model" not in settings:
         print(_as_json(card) if arguments.json else _tables(card))
@@ -74,6 +78,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         laboratory.load("report.slice_curves", "--figure").draw(points, card, promise, arguments.figure)
     return 0
+
+
+def _card_here() -> Card:
+    """The GPU that is here; what NVML's table has otherwise than ours goes to stderr."""
+    title, found = nvml.read_card()
+    size = max(profile.megabytes for profile in found)
+    words = title.lower().removeprefix("nvidia ").split()
+    name = words[0].split("-")[0]
+    card = find_card(f"{name}-{'80g' if size > 50_000 else '40g'}" if name == "a100" else name)
+    lines = nvml.differences(card, found) or [f"its {len(found)} slices are those of the table"]
+    print("\n".join(f"quire: NVML, {title}: {line}" for line in lines), file=sys.stderr)
+    return card
 
 
 def _positive(value: int, name: str) -> int:
@@ -177,7 +193,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
     best: tuple[Card, list[PackedGpu]] | None = None
     for card in fleet.cards:
         bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
-        demands = [demand for model in bar for demand in _demands(model, card)]
+        demands = [demand for model in bar for demand in demands_of(model, card)]
         gpus = pack(demands, card)
         if not arguments.json:
             print(_packed_text(card, gpus, demands, len(fleet.models)))
@@ -186,14 +202,14 @@ def _fleet(arguments: argparse.Namespace) -> int:
     assert best is not None
     card, gpus = best
     if arguments.json:
-        print(json.dumps({"card": card.name, "gpus": [_gpu_record(gpu) for gpu in gpus]}, indent=2))
+        print(json.dumps({"card": card.name, "gpus": [gpu_record(gpu) for gpu in gpus]}, indent=2))
     if arguments.write is not None:
         nodes = fleet.nodes or (Node("NODE", len(gpus)),)
         write(
             arguments.write,
             gpus,
             nodes,
-            {model.name: model.source for model in fleet.models},
+            {model.name: _serve(model) for model in fleet.models},
             arguments.platform,
         )
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
@@ -218,7 +234,7 @@ def _serve(model: FleetModel) -> list[str]:
     return [model.source, *(word for flag in flags for word in flag)]
 
 
-def _demands(model: FleetModel, card: Card) -> list[Demand]:
+def demands_of(model: FleetModel, card: Card) -> list[Demand]:
     """The smallest slice that keeps the model's promise; several replicas where no slice serves all users."""
     if model.slice is not None:
         return [Demand(model.name, card.profile(model.slice))] * model.replicas
@@ -237,7 +253,7 @@ def _demands(model: FleetModel, card: Card) -> list[Demand]:
             replicas = min(2 * replicas, model.users)
 
 
-def _gpu_record(gpu: PackedGpu) -> dict[str, Any]:
+def gpu_record(gpu: PackedGpu) -> dict[str, Any]:
     slices = [{"model": demand.model, "slice": demand.profile.name} for demand in gpu.demands]
     return {"layout": dict(sorted(multiset(gpu.layout).items())), "slices": slices}
 

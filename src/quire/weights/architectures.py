@@ -108,6 +108,11 @@ _GEMMA3: dict[str, Any] = {
     "sliding_window": 1024,
     "tie_word_embeddings": True,
 }
+_MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": None,
+}
 _GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -134,6 +139,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=5e5),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_theta=5e5),
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
+    "mistral-7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MISTRAL),
     "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MIXTRAL),
     "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, **_QWEN3_MOE),
     "gemma-3-4b": _llama(2560, 10240, 34, 8, 4, 262208, 131072, **_GEMMA3),

@@ -1,4 +1,5 @@
-"""What a neighbour costs: `python -m quire_lab.benchmarks.gpu_sharing [--modes …] [--output FILE]`.
+"""What a neighbour costs: `python -m quire_lab.benchmarks.gpu_sharing [--modes …] [--output FILE]`, and the processes
+of `quire bench lab gpu-sharing`.
 
 Two real engines: one decodes answers, the other mostly computes prompts. On a GPU they run alone, in time slices, under
 MPS, and under MPS with half of the processors each. `steps` times one engine alone with 14 to 57 % of the processors
@@ -9,6 +10,7 @@ run alone, on the same cores, and each on its own.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,8 @@ ROLES = {
     "prompts": Role("llama1b", 4, 2048, 4),
     "step": Role("llama8b", 16, 512, 64),
 }
+CPU_ROLES = {"decodes": Role("", 8, 32, 64), "prompts": Role("", 2, 256, 4)}  # of the built-in model
+WARM_UP = 40  # steps; a quarter on a CPU
 
 
 def main() -> None:
@@ -112,6 +116,11 @@ def run_mode(mode: str, device: str, seconds: float) -> Iterator[dict[str, Any]]
                 yield from together({"decodes": environment, "fault": environment}, device, seconds)
 
 
+def mps_tool() -> str | None:
+    path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/nvidia/bin"))
+    return shutil.which("nvidia-cuda-mps-control", path=path)
+
+
 @contextmanager
 def mps() -> Iterator[dict[str, str]]:
     """A control daemon of its own; the environment of its clients."""
@@ -119,10 +128,7 @@ def mps() -> Iterator[dict[str, str]]:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for path in environment.values():
             Path(path).mkdir()
-        tool = next(
-            (path for path in ("/usr/local/nvidia/bin/nvidia-cuda-mps-control",) if Path(path).exists()),
-            "nvidia-cuda-mps-control",
-        )
+        tool = mps_tool() or "nvidia-cuda-mps-control"
         subprocess.run([tool, "-d"], env={**os.environ, **environment}, check=True)
         try:
             yield environment
@@ -166,7 +172,7 @@ def child(name: str, device: str, folder: Path, seconds: float) -> None:
         os.sched_setaffinity(0, {int(core)})
     from quire import LLM
 
-    role = ROLES[name]
+    role = (CPU_ROLES if device == "cpu" else ROLES)[name]
     with tempfile.TemporaryDirectory() as model:
         if device == "cpu":
             llm = LLM(use_tqdm=False, num_threads=1 if core else 2, enable_prefix_caching=False)
@@ -183,7 +189,8 @@ def child(name: str, device: str, folder: Path, seconds: float) -> None:
             )
             vocabulary = shape["vocab_size"]
     busy = Busy(llm.engine, role, vocabulary)
-    busy.run(until=lambda: busy.num_steps >= 40)
+    steps = WARM_UP // 4 if device == "cpu" else WARM_UP
+    busy.run(until=lambda: busy.num_steps >= steps)
     (folder / f"{name}.ready").touch()
     while not (folder / "go").exists():
         busy.step()

@@ -65,6 +65,12 @@ EXPERIMENTS = {
     "characterize": Listed(
         "quire_lab.experiments.characterize", "batching and paging over models, devices and rates (simulated)"
     ),
+    "slices": Listed(
+        "quire_lab.experiments.slices", "MIG slices: published cases, and a fleet of 54 models (simulated)"
+    ),
+    "gpu-sharing": Listed(
+        "quire_lab.experiments.gpu_sharing", "what a neighbour on the same GPU or the same cores costs"
+    ),
     "trace": Listed(
         "quire_lab.experiments.trace", "an hour's conversations replayed: the service level held (simulated)"
     ),

@@ -10,6 +10,10 @@ from quire_lab.report.figure import GREY, Picture, line_style, write_picture
 
 
 def draw(points: Sequence[Held], card: Card, promise: Promise, path: Path) -> Path:
+    return write_picture(picture_of(points, card, promise, path.stem), path.parent)
+
+
+def picture_of(points: Sequence[Held], card: Card, promise: Promise, name: str) -> Picture:
     def fill(figure: Any) -> None:
         panels = figure.subplots(1, 2)
         sides = (("ms per token", 1e3, promise.per_token), ("seconds per request", 1.0, promise.per_request))
@@ -23,10 +27,9 @@ def draw(points: Sequence[Held], card: Card, promise: Promise, path: Path) -> Pa
             panel.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
         panels[0].legend(fontsize=7)
 
-    picture = Picture(
-        path.stem,
+    return Picture(
+        name,
         f"Latency over users on the slices of {card.name}",
         f"grey: {1e3 * promise.per_token:g} ms per token and {promise.per_request:g} s per request; simulated",
         fill,
     )
-    return write_picture(picture, path.parent)

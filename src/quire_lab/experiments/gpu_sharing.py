@@ -1,0 +1,104 @@
+"""`gpu-sharing`: two engines, one decoding and one computing prompts, alone and beside each other."""
+
+import os
+from typing import Any
+
+import torch
+
+from quire.core.errors import ConfigError
+from quire_lab.benchmarks.gpu_sharing import CPU_MODES, CPU_ROLES, MODES, ROLES, mps_tool, run_mode
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+MIN_SUM, MAX_GAP = 1.3, 0.5  # of MPS with percentages over time slices: output tokens, and p99 of gaps
+NO_GPU = (
+    "no GPU here: time slices, MPS and MPS with percentages need an NVIDIA GPU and nvidia-cuda-mps-control; on the CPU "
+    "the same two engines share all cores, or have one each"
+)
+NO_MPS = "nvidia-cuda-mps-control is not on the PATH: the MPS modes were left out"
+
+
+def run(setup: Setup) -> Finding:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    modes, notes = _modes(device)
+    seconds = setup.pick(1.0, 6.0, 20.0)
+    rows: list[dict[str, Any]] = []
+    with setup.progress(len(modes), "modes") as bar:
+        for mode in modes:
+            bar.note(mode)
+            rows += [{"mode": mode, **row} for row in run_mode(mode, device, seconds)]
+            bar()
+    if dead := [row for row in rows if "exit" in row]:
+        raise ConfigError(
+            f"the engine that {dead[0]['role']} did not start in mode {dead[0]['mode']} (exit {dead[0]['exit']}): its "
+            "own message is above; two engines must fit in memory together"
+        )
+    return _finding(rows, modes, device, seconds, notes)
+
+
+def _modes(device: str) -> tuple[tuple[str, ...], list[str]]:
+    if device == "cuda":
+        have = mps_tool() is not None
+        return (MODES if have else MODES[:2]), ([] if have else [NO_MPS])
+    if len(os.sched_getaffinity(0)) > 1:
+        return CPU_MODES, [NO_GPU]
+    return CPU_MODES[:2], [NO_GPU, "one usable core: there is none to give each engine its own"]
+
+
+def _finding(
+    rows: list[dict[str, Any]], modes: tuple[str, ...], device: str, seconds: float, notes: list[str]
+) -> Finding:
+    pairs = {(row["mode"], row["role"]): row for row in rows if row["role"] in ("decodes", "prompts")}
+    cells = [
+        [
+            mode, f"{decodes['output_tok_s']:,.0f}", _ms(decodes["itl_p99_ms"]), f"{prompts['prompt_tok_s']:,.0f}",
+            _ms(prompts["ttft_p99_ms"]),
+        ]
+        for mode in modes
+        if (decodes := pairs.get((mode, "decodes"))) and (prompts := pairs.get((mode, "prompts")))
+    ]  # fmt: skip
+    shared, divided = ("time-slices", "mps-percent") if device == "cuda" else ("same-cores", "own-cores")
+    checks, take_away = [], "Each engine alone and beside the other."
+    if (divided, "decodes") in pairs:
+        total = {
+            mode: sum(pairs[mode, role]["output_tok_s"] for role in ("decodes", "prompts"))
+            for mode in (shared, divided)
+        }
+        ratio = total[divided] / total[shared]
+        gaps = [pairs[mode, "decodes"]["itl_p99_ms"] for mode in (divided, shared)]
+        gap = gaps[0] / gaps[1] if all(gaps) else float("nan")
+        take_away = (
+            f"{divided} gives {ratio:.2f} times the output tokens of {shared}, and the 99th percentile of gaps between "
+            f"tokens is {gap:.2f} times as long."
+        )
+        if device == "cuda":
+            checks = [
+                Check(
+                    f"{divided} gives {MIN_SUM} times the output tokens of {shared}",
+                    f"{ratio:.2f}",
+                    ratio >= MIN_SUM,
+                ),
+                Check(f"and its gaps are at most {MAX_GAP} times as long", f"{gap:.2f}", gap <= MAX_GAP),
+            ]
+    head = ["mode", "decodes: tokens/s", "gap p99, ms", "prompts: tokens/s", "first token p99, ms"]
+    roles = CPU_ROLES if device == "cpu" else ROLES
+    return Finding(
+        take_away,
+        [Table("Two engines", head, cells)],
+        [],
+        {"rows": rows},
+        {"seconds": seconds, "device": device, "roles": {name: str(role) for name, role in roles.items()}},
+        checks,
+        [*notes, f"{seconds:g} s each; an engine is a process of its own"],
+    )  # fmt: skip
+
+
+def _ms(value: float | None) -> str:
+    return "—" if value is None else f"{value:,.1f}"
+
+
+EXPERIMENT = Experiment(
+    "gpu-sharing",
+    "What a neighbour costs",
+    "Two engines share a GPU or the cores of a CPU. What does each lose, by the way in which they share?",
+    run,
+)
