@@ -27,7 +27,7 @@ from quire_lab.placement.search import (
     search,
     shapes_of,
 )
-from quire_lab.placement.simulate import Group, Outcome, ModelOnShape, ParallelShape, gamma_trace, simulate
+from quire_lab.placement.simulate import Group, ModelOnShape, Outcome, ParallelShape, gamma_trace, simulate
 from quire_lab.simulate.devices import SimulatedDevice, device_names, find_device
 
 NUM_REQUESTS = (
@@ -214,9 +214,12 @@ def _sized(model: FleetModel) -> Sized:
 
 
 def _deadline(
-    model: FleetModel, sized: Sized, index: int, table: Mapping[tuple[str, ParallelShape], Sequence[ModelOnShape | None]],
+    model: FleetModel,
+    sized: Sized,
+    index: int,
+    table: Mapping[tuple[str, ParallelShape], Sequence[ModelOnShape | None]],
     devices: Mapping[str, SimulatedDevice],
-) -> float:  # fmt: skip
+) -> float:
     """In seconds. A scale multiplies the latency of a lone request on the smallest shape that holds the model."""
     possible = {key: served.lone for key, row in table.items() if (served := row[index]) is not None}
     if not possible:

@@ -18,7 +18,7 @@ from quire.bench.workload import arrival_times
 Trace = Sequence[tuple[float, int]]  # arrival and model, by arrival
 
 
-class Shape(NamedTuple):
+class ParallelShape(NamedTuple):
     """Ranks that divide each layer, and stages that divide the layers."""
 
     tp: int
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ModelOnShape:
     """One model on one shape."""
 
     num_bytes: int  # of each GPU
@@ -48,11 +48,13 @@ class Group(NamedTuple):
     """GPUs of one kind that serve some models together."""
 
     gpu: str
-    shape: Shape
+    shape: ParallelShape
     models: tuple[int, ...] = ()  # ascending
 
 
-Table = Mapping[tuple[str, Shape], Sequence[Served | None]]  # by model; None: it cannot be served so
+Table = Mapping[
+    tuple[str, ParallelShape], Sequence[ModelOnShape | None]
+]  # by model; None: it cannot be served so
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def gamma_trace(
 class _State:
     """One group at one moment."""
 
-    def __init__(self, group: Group, row: Sequence[Served | None]) -> None:
+    def __init__(self, group: Group, row: Sequence[ModelOnShape | None]) -> None:
         self.row = row
         self.clock = [0.0] * group.shape.pp  # when each stage is free for the next prompt
         self.now = 0.0  # until when rounds are counted
@@ -150,7 +152,7 @@ class _State:
             now = max(now, free) + seconds
         return now
 
-    def add(self, at: float, model: int, served: Served, answered: list[tuple[int, float]]) -> None:
+    def add(self, at: float, model: int, served: ModelOnShape, answered: list[tuple[int, float]]) -> None:
         now = at
         for stage, free in enumerate(self.clock):
             self.clock[stage] = now = max(now, free) + served.prompt
@@ -167,7 +169,7 @@ class _State:
 def simulate(trace: Trace, groups: Sequence[Group], table: Table, deadlines: Sequence[float]) -> Outcome:
     """Models that no group has are served nothing."""
     states = [_State(group, table[group.gpu, group.shape]) for group in groups]
-    hosts: list[list[tuple[_State, Served]]] = [[] for _ in deadlines]
+    hosts: list[list[tuple[_State, ModelOnShape]]] = [[] for _ in deadlines]
     for state, group in zip(states, groups, strict=True):
         for model in group.models:
             served = state.row[model]

@@ -236,7 +236,9 @@ def summarise(records: list[dict[str, Any]], args: argparse.Namespace) -> list[d
             ratios = {}
             for name, _, higher_is_better in COLUMNS:
                 peers = [
-                    found[name] for peer, found in engines.items() if peer not in QUIRE and name in found
+                    figures[name]
+                    for peer, figures in engines.items()
+                    if peer not in QUIRE and name in figures
                 ]
                 if peers and name in engines[ours]:
                     ratios[name] = engines[ours][name] / (max(peers) if higher_is_better else min(peers))
