@@ -236,9 +236,7 @@ def summarise(records: list[dict[str, Any]], args: argparse.Namespace) -> list[d
             ratios = {}
             for name, _, higher_is_better in COLUMNS:
                 peers = [
-                    figures[name]
-                    for peer, figures in engines.items()
-                    if peer not in QUIRE and name in figures
+                    values[name] for peer, values in engines.items() if peer not in QUIRE and name in values
                 ]
                 if peers and name in engines[ours]:
                     ratios[name] = engines[ours][name] / (max(peers) if higher_is_better else min(peers))
