@@ -31,8 +31,9 @@ def make_model(folder: Path, **changes: object) -> Path:
 
 @pytest.fixture(autouse=True)
 def _same_threads():
-    """A run sets the number of threads."""
+    """One thread: these models are too small for more, which wait for each other. A run sets the number too."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_peft(variant, tmp_path):
 
 
 def test_a_run_has_the_losses_of_one_with_peft(tmp_path):
-    """Forty steps of AdamW over the same batches."""
+    """200 steps of AdamW over the same batches: rounding adds up, and the curves stay within 1 %."""
     adapted = theirs(tmp_path, "qwen3")
     model = trained(tmp_path)
     own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
@@ -97,13 +97,14 @@ def test_a_run_has_the_losses_of_one_with_peft(tmp_path):
     )
     grad, drawn = (
         model.parameters.make_grad(),
-        torch.randint(97, (40, 9), generator=torch.Generator().manual_seed(5)),
+        torch.randint(97, (200, 9), generator=torch.Generator().manual_seed(5)),
     )
-    for ids in drawn.tolist():
+    for step, ids in enumerate(drawn.tolist()):
         example = Example(tuple(ids[:-1]), tuple(ids[1:]))
         loss, logits = model.loss([example]), adapted(input_ids=torch.tensor([ids[:-1]])).logits[0]
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")
-        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+        tolerance = 1e-3 if step < 40 else 1e-2
+        torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
         for one in (loss, expected):
             one.backward()
         optimizer.step()
