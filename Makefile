@@ -31,7 +31,9 @@ ifneq ($(filter true 1,$(CI)),)
   INSTALL_ARGS += --no-color --progress-bar off
   PYTEST_ARGS += --color=no
 endif
-RUN_TESTS = @$(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
+# Two processes, each with whole files: most tests wait for one core, and a module's fixtures are made once.
+JOBS ?= 2
+RUN_TESTS = @$(PY) -m pytest -m $(1) -n $(JOBS) --dist loadfile --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -40,7 +42,7 @@ RUN_TESTS = @$(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_A
 help: ## list the targets
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: PYTHON=$(PYTHON) (3.11 or later), VENV=$(VENV), INSTALL_ARGS (for pip), EXTRAS=$(EXTRAS), ARGS (for pytest), QUIRE_CACHE=$(CACHE)"
+	@echo "Variables: PYTHON=$(PYTHON) (3.11 or later), VENV=$(VENV), INSTALL_ARGS (for pip), EXTRAS=$(EXTRAS), ARGS (for pytest), JOBS=$(JOBS) (processes of pytest), QUIRE_CACHE=$(CACHE)"
 
 setup: $(CACHED).model $(KERNELS) ## make .venv, install pinned packages, fetch the model, compile the kernels
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "Set up. Next: make chat",:)
