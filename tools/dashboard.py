@@ -102,6 +102,7 @@ Adapters
 Replicas and servers
   Requests per second, by replica | replica_requests_total | by=replica, server
   Open requests, by replica | replica_requests_open | by=replica, server
+  Prompt tokens handed over per second, by replica | replica_handed_over_tokens_total | by=replica, server
   Pending prompt tokens, by replica | replica_pending_tokens | by=replica, server
   Servers behind the router | server_up | by=server
 """
