@@ -236,7 +236,9 @@ def test_an_encoder_does_not_generate_and_an_unknown_one_is_named_beside_the_nea
         describe({"architectures": ["BertModel"]})
     with pytest.raises(ModelError, match=r"Qwen3Model is an encoder.*Embedder"):
         describe({"architectures": ["Qwen3Model"]})
-    with pytest.raises(ModelError, match=r"DebertaModel is no encoder.*nearest is BertModel.*ModernBertModel"):
+    with pytest.raises(
+        ModelError, match=r"DebertaModel is no encoder.*nearest is BertModel.*ModernBertModel"
+    ):
         describe({"architectures": ["DebertaModel"]}, "embed")
 
 
