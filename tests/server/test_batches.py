@@ -59,7 +59,8 @@ def test_every_method_of_batches(client: openai.OpenAI) -> None:
     body = answers["r3"]["response"]["body"]
     assert body["choices"][0]["message"]["content"]
     assert errors["bad"]["response"]["status_code"] == 400
-    assert batch.usage.output_tokens == 15
+    usages = [row["response"]["body"]["usage"] for row in answers.values()]
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages) > 0
     assert batch.model == MODEL
     assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
     other = ended(client, create(client, [line("one")]))
