@@ -24,6 +24,7 @@ log = get_logger(__name__)
 MAX_CHUNKS = 50_000  # of one file
 NUM_PARSERS = 2  # files that are parsed at a time
 CHUNKS_AT_ONCE = 32  # that are embedded in one request
+MAX_REQUESTS = 3  # to the encoder at once
 BUSY_SHARE = 0.15  # of the time that embedding may take while text is generated
 RETRY_SECONDS = 2.0  # after an engine that is down
 MAX_RETRIES = 30
@@ -72,7 +73,7 @@ class Ingest:
         self._encoders = encoders
         self._has_work = asyncio.Event()
         self._has_chunks = asyncio.Event()
-        self._threads = ThreadPoolExecutor(NUM_PARSERS + 1, thread_name_prefix="ingest")
+        self._threads = ThreadPoolExecutor(NUM_PARSERS + 2, thread_name_prefix="ingest")
         self._tasks: list[asyncio.Task[None]] = []
         self._parsing: dict[tuple[str, str], asyncio.Task[None]] = {}
 
@@ -160,15 +161,21 @@ class Ingest:
             await self._careful(self._embed_waiting)
 
     async def _embed_waiting(self) -> None:
-        """Until no chunk is left without vectors. Beside generation it pauses between requests."""
-        while chunks := await self._thread(self._stores.unembedded, CHUNKS_AT_ONCE):
+        """Until no chunk is left without vectors. Beside generation it asks for less at once, and pauses in between."""
+        while chunks := await self._thread(self._stores.unembedded, self._num_requests() * CHUNKS_AT_ONCE):
             store_id = chunks[0].store_id
             began = time.monotonic()
-            await self._embed([chunk for chunk in chunks if chunk.store_id == store_id])
+            own = [chunk for chunk in chunks if chunk.store_id == store_id]
+            parts = [own[start : start + CHUNKS_AT_ONCE] for start in range(0, len(own), CHUNKS_AT_ONCE)]
+            await asyncio.gather(*map(self._embed, parts))
             await self._thread(self._stores.complete_files)
             if self._encoders.is_generating:
                 await asyncio.sleep((time.monotonic() - began) * (1 / BUSY_SHARE - 1))
         await self._thread(self._stores.complete_files)
+
+    def _num_requests(self) -> int:
+        """Open at once: with several, the encoder computes while texts are cut and vectors are stored."""
+        return 1 if self._encoders.is_generating else MAX_REQUESTS
 
     async def _embed(self, chunks: Sequence[WaitingChunk]) -> None:
         """Chunks of one store; windows of several are embedded once. A fault of the encoder fails their files."""
