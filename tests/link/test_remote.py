@@ -84,6 +84,19 @@ def test_a_port_in_use_is_named() -> None:
     asyncio.run(run())
 
 
+def test_a_channel_connects_right_after_another_was_closed() -> None:
+    async def run() -> None:
+        for number in range(20):
+            async with listening() as channel:
+                with zmq.asyncio.Context() as context:
+                    end = engine_side(context, channel)
+                    await end.send(encode(Note(str(number))))
+                    assert await asyncio.wait_for(channel.receive(), 5) == Note(str(number))
+                    end.close()
+
+    asyncio.run(run())
+
+
 def test_a_lost_connection_is_noticed_at_once() -> None:
     async def run() -> None:
         async with listening() as channel:

@@ -40,8 +40,11 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 VERSION: str = sys.modules["quire"].__version__  # importing it would be an import of the rooms above
 CONNECT_SECONDS = 5.0
-PLACE_SECONDS = 60.0  # for a machine with room, before the next try
+PLACE_SECONDS = 30.0  # for a machine with room, before the next try
 REASON_SECONDS = 0.3  # a process that ended says why soon after its connection is lost
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
+    (0, 0, 0, 4, 0, 0, 0, 0, 0)
+)  # with empty SETTINGS
 ENVIRONMENT = ("HF_", "QUIRE_LOG_")  # variables that the engines get from the HTTP process
 
 
@@ -147,6 +150,7 @@ class RaySupervisor(Supervisor):
         resources = cluster.resources(self._config)
         # SPREAD: on the machine with the fewest of them, where another has room
         host = ray.remote(EngineHost).options(scheduling_strategy="SPREAD", **resources).remote()
+        log.info("ray       replica %d asks for a machine with %s", self._index, resources)
         environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
         try:
             hosted = await asyncio.wait_for(host.prepare.remote(channel.path, environment), PLACE_SECONDS)
@@ -237,7 +241,7 @@ class RayCluster:
 
 
 def _check_address(address: str | None) -> None:
-    """Ray tries for a minute; an address where nothing listens is found at once."""
+    """Ray tries for minutes; an address where no gRPC server answers is found at once."""
     if address is None or address == "auto":
         return
     host, colon, port = address.rpartition(":")
@@ -247,7 +251,10 @@ def _check_address(address: str | None) -> None:
             "server on a machine of the cluster"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+            connection.sendall(HTTP2_PREFACE)
+            if connection.recv(4)[3:] != HTTP2_PREFACE[-6:-5]:
+                raise OSError("another server listens there")
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster at {address} ({error}): start one with `ray start --head`, or correct --ray-address"

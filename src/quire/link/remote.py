@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.core.errors import ConfigError
@@ -17,7 +17,7 @@ from quire.link.channel import Channel, prepare
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
-HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 3  # a machine that answers no heartbeat that long is gone
+HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # a machine that answers no heartbeat that long is gone
 CLOSE_MS = 50  # for the closed connection to leave the socket
 REFUSED_HANDSHAKES = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -33,9 +33,9 @@ LINK_FAULTS = {
 }
 
 
-def prepare_remote(socket: zmq.Socket[Any]) -> None:
+def prepare_remote(socket: zmq.Socket[Any], address: str) -> None:
     prepare(socket)
-    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_SECONDS * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_SECONDS * 1000)
 
@@ -47,20 +47,20 @@ class RemoteChannel(Channel):
         self.key, secret = zmq.curve_keypair()
         self._allowed: bytes | None = None
         self._context = zmq.asyncio.Context()
-        self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", self)
+        self._keys = self._context.socket(zmq.REP)
+        self._keys.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may connect (RFC 27)
+        self._checking = asyncio.create_task(self._check_keys(), name="link-keys")
         self._socket = self._context.socket(zmq.DEALER)
-        prepare_remote(self._socket)
         self._socket.curve_server, self._socket.curve_secretkey = True, secret
         self._events = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED | REFUSED_HANDSHAKES)
         shown = f"[{host}]" if ":" in host else host
+        prepare_remote(self._socket, shown)
         try:
             self._socket.bind(f"tcp://{shown}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"cannot listen on {shown}:{port} for an engine ({error.strerror}): "
+                f"cannot listen on {shown}:{port} for an engine ({zmq.strerror(error.errno or 0)}): "
                 "choose another --data-parallel-rpc-port"
             ) from error
         self.path = self._socket.get_string(zmq.LAST_ENDPOINT)
@@ -69,9 +69,11 @@ class RemoteChannel(Channel):
         """Lets the engine connect that has this public key, and no other."""
         self._allowed = key
 
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the key of each connection."""
-        return key == self._allowed
+    async def _check_keys(self) -> None:
+        while True:
+            version, number, _domain, _address, _identity, _mechanism, key = await self._keys.recv_multipart()
+            status = b"200" if z85.encode(key) == self._allowed else b"400"
+            await self._keys.send_multipart([version, number, status, b"", b"", b""])
 
     async def lost(self) -> None:
         """Returns when an engine was connected and is no more."""
@@ -90,6 +92,6 @@ class RemoteChannel(Channel):
 
     def close(self) -> None:
         if not self._socket.closed:
-            self._authenticator.stop()
+            self._checking.cancel()
             self._socket.disable_monitor()
             self._context.destroy(linger=0)

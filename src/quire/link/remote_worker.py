@@ -18,7 +18,7 @@ from quire.link.channel import WorkerChannel
 from quire.link.remote import LINK_FAULTS, REFUSED, UNREACHABLE, prepare_remote
 from quire.observe.logs import get_logger
 
-log = get_logger(__name__)
+log = get_logger("quire.link.remote_worker")  # this module is __main__
 KEY_BYTES = 40
 CONNECT_SECONDS = 10.0
 
@@ -32,7 +32,7 @@ class RemoteWorkerChannel(WorkerChannel):
 
     def _connect(self, path: str) -> None:
         socket = self._socket
-        prepare_remote(socket)
+        prepare_remote(socket, path)
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = self._keys
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._events = socket.get_monitor_socket()
