@@ -10,11 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import yaml
 
+from quire.cli import serve
 from quire.cli.main import main
+from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.server.settings import ServerSettings
+from tests.conftest import ROOT
 from tests.server.running import RunningServer
 from tests.server.test_replicas import OPERATOR, Load, replicas, wait_until
 
@@ -93,6 +97,20 @@ def test_each_replica_gets_gpus_or_its_share_of_the_cores() -> None:
     assert gpus.resources(gpus.configs(config, 2)[0]) == {"num_cpus": 1, "num_gpus": 1}
     ranks = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
     assert gpus.resources(ranks)["num_gpus"] == 2
+
+
+def test_the_kuberay_example_has_a_cluster_and_a_server_that_joins_it() -> None:
+    manifests = yaml.safe_load_all((ROOT / "deploy" / "kuberay.yaml").read_text())
+    objects = {one["kind"]: one for one in manifests}
+    pod = objects["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    join, start = pod["args"][0].split(" && exec quire serve ")
+    assert f"--address={objects['RayCluster']['metadata']['name']}-head-svc:6379" in join
+    parser = Parser(prog="quire serve")
+    serve.add_arguments(parser)
+    settings = serve.server_settings(parser.parse(start.split()))
+    assert settings.data_parallel_backend == "ray"
+    workers = objects["RayCluster"]["spec"]["workerGroupSpecs"][0]
+    assert workers["replicas"] == settings.data_parallel_size + 1  # one may be lost
 
 
 @pytest.fixture
