@@ -4,6 +4,7 @@
 #   docker run -p 8000:8000 -v quire-cache:/cache quire [MODEL] [flags]
 FROM python:3.12-slim
 
+ARG EXTRAS=server,otel
 ARG INSTALL_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 # The compiler makes the CPU's kernels (and Triton's launchers) at the first start; they stay in the cache.
@@ -19,7 +20,7 @@ WORKDIR /app
 COPY --chown=quire Makefile pyproject.toml README.md LICENSE ./
 COPY --chown=quire requirements requirements
 COPY --chown=quire src src
-RUN make install EXTRAS=server,otel INSTALL_ARGS="--no-cache-dir $INSTALL_ARGS"
+RUN make install EXTRAS="$EXTRAS" INSTALL_ARGS="--no-cache-dir $INSTALL_ARGS"
 
 ENV PATH=/app/.venv/bin:$PATH QUIRE_CACHE=/cache HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton
 VOLUME /cache

@@ -28,7 +28,8 @@ OTHER_ENGINES = {
         ),
         "a model runs on one device here: leave it out",
     ),
-    "--distributed-executor-backend": "a model runs on one device here: leave it out",
+    "--distributed-executor-backend": "ranks (-tp, -pp) are on one machine: leave it out; whole engines run on "
+    "several with -dp N --data-parallel-backend ray",
     "--enable-chunked-prefill": "it is always so here: leave it out",
     "--async-scheduling": "--steps-in-flight 1, the default, is that",
     "--trust-remote-code": "no code of a model is ever run: leave it out",

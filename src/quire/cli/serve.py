@@ -222,6 +222,19 @@ def _add_replicas(group: FlagGroup) -> None:
         help="engines that serve the model, each on its own GPU or with its share of the cores (default: 1)",
     )
     group.add_argument(
+        "--data-parallel-backend",
+        "-dpb",
+        metavar="NAME",
+        help="mp: on this machine; ray: on the machines of a Ray cluster (default: mp)",
+    )
+    group.add_argument("--ray-address", help="HOST:PORT of the Ray cluster (default: this machine's)")
+    group.add_argument(
+        "--data-parallel-rpc-port",
+        type=int,
+        metavar="PORT",
+        help="with ray: port for the first engine's connection, the others' follow (default: any free ones)",
+    )
+    group.add_argument(
         "--roles",
         type=lambda text: tuple(text.split(",")),
         metavar="ROLE,…",

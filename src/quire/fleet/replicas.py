@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
@@ -26,6 +26,9 @@ from quire.link.step_log import StepRecord
 from quire.link.supervise import STEP_SECONDS, Supervisor
 from quire.observe.logs import get_logger
 
+if TYPE_CHECKING:
+    from quire.fleet.ray_cluster import RayCluster
+
 log = get_logger(__name__)
 START_SECONDS = 120.0  # for the other replicas, once one serves
 DRAIN_SECONDS = 60.0  # for the requests of a replica that is to be restarted
@@ -43,7 +46,9 @@ class Replica(EngineClient):
         bounds: QueueBounds,
         on_progress: Callable[[str, int, int], None] | None,
         engine_timeout: float,
+        cluster: "RayCluster | None" = None,
     ) -> None:
+        """With a `cluster` the engine runs on one of its machines."""
         self.replica = index
         self.role = config.memory.role
         self.draining = False  # it gets no new requests
@@ -53,7 +58,8 @@ class Replica(EngineClient):
         self._unanswered: set[str] = set()  # requests without their first token
         self._prefill: Callable[[], Stream[Any]] | None = None  # for the requests that are being submitted
         self._handing_over: dict[str, asyncio.Task[None]] = {}  # by request
-        super().__init__(config, bounds, on_progress, engine_timeout, f"replica {index} engine")
+        supervised = None if cluster is None else partial(cluster.supervisor, config, index, engine_timeout)
+        super().__init__(config, bounds, on_progress, engine_timeout, f"replica {index} engine", supervised)
 
     @property
     def takes_requests(self) -> bool:
@@ -169,6 +175,7 @@ class Replica(EngineClient):
             "role": self.role,
             "status": "draining" if self.draining and self.is_ready else self.status,
             "pid": self.ready.pid if self.ready is not None and self.is_ready else None,
+            "node": self._supervisor.node if isinstance(self._supervisor, Supervisor) else None,
             "restarts": self.num_restarts,
             "requests_routed": self._load.stats.num_routed,
             "requests_open": self._load.num_open,
@@ -196,13 +203,18 @@ class ReplicaSet:
         count: int = 2,
         policy: str = DEFAULT,
         roles: Sequence[str] = (),
+        cluster: "RayCluster | None" = None,
     ) -> None:
-        """`roles`: of each replica; by default all are those of `config`."""
+        """`roles`: of each replica, by default that of `config`. `cluster`: where they run, by default here."""
         self.policy = policy
         self.router = Router(find_policy(policy), [0] * count)
         self.replicas = [
-            Replica(own, index, self.router, bounds, on_progress if index == 0 else None, engine_timeout)
-            for index, own in enumerate(replica_configs(config, count, roles))
+            Replica(
+                own, index, self.router, bounds, on_progress if index == 0 else None, engine_timeout, cluster
+            )
+            for index, own in enumerate(
+                (cluster.configs if cluster else replica_configs)(config, count, roles)
+            )
         ]
         first = self.replicas[0]
         self.admission, self.adapters = first.admission, first.adapters

@@ -92,9 +92,12 @@ class WorkerChannel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         prepare(self._socket)
-        self._socket.connect(f"ipc://{path}")
+        self._connect(path)
         self._step_log: StepLog | None = None  # until it is first switched on
         self._feed: EngineFeed | None = None  # likewise
+
+    def _connect(self, path: str) -> None:
+        self._socket.connect(f"ipc://{path}")
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))

@@ -208,10 +208,10 @@ class EngineClient:
         on_progress: Callable[[str, int, int], None] | None = None,
         engine_timeout: float = STEP_SECONDS,
         what: str = "engine",
-        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
+        relay: "Callable[[EngineClient], Supervisor | RelayedEngine] | None" = None,
     ) -> None:
         """`what` names the engine in messages, where there are several. `relay` connects to an engine that another
-        process supervises; else this one does."""
+        process supervises, or that runs elsewhere; else this process starts one here."""
         self.ready: Ready | None = None  # of the engine process that started last
         self.admission = QueueAdmission(bounds)
         self.adapters = NamedAdapters(config.adapters)

@@ -46,6 +46,20 @@ class Client(Protocol):
     def engine_sent(self, message: FromEngine) -> None: ...
 
 
+class Process(Protocol):
+    """What the supervisor uses of an asyncio.subprocess.Process; the engine may run on another machine."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+
 class Supervisor:
     """One engine process at a time. A failed first start is raised; later starts are retried with backoff."""
 
@@ -63,7 +77,7 @@ class Supervisor:
         self._client = client
         self._on_progress = on_progress
         self._timeout = timeout
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.Future[Ready] | None = None
@@ -75,6 +89,7 @@ class Supervisor:
         self.ready: Ready | None = None  # None: not now
         self.status = f"the {what} has not been started"
         self.num_starts = 0
+        self.node: str | None = None  # where the process runs, if not on this machine
         self.num_failures = 0  # failed starts and early deaths, in a row
 
     async def start(self) -> Ready:
@@ -138,19 +153,14 @@ class Supervisor:
         """Runs one process to its end; returns how it ended."""
         self._failure = self._hung = None
         self.status = f"the {self._what} is starting"
-        channel = self._channel = Channel()
-        beats, pipe = os.pipe()
         try:
-            process = self._process = await _spawn(self._config, channel.path, pipe)
-        except OSError as error:
-            channel.close()
-            os.close(beats)
-            return EngineDead(f"the {self._what} process cannot be started ({error})")
-        finally:
-            os.close(pipe)
+            process, channel, beats = await self._launch()
+        except QuireError as refused:
+            return refused
+        self._process, self._channel = process, channel
         self.num_starts += 1
         receiving = asyncio.create_task(self._receive(channel), name="engine-messages")
-        watching = asyncio.create_task(self._kill_when_hung(process, beats), name="engine-watch")
+        watching = asyncio.create_task(self._kill_when_hung(process, channel, beats), name="engine-watch")
         lingering = asyncio.create_task(_kill_if_lingering(process, receiving), name="engine-end")
         try:
             await process.wait()
@@ -168,10 +178,25 @@ class Supervisor:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            os.close(beats)
+            if beats is not None:
+                os.close(beats)
             channel.close()
 
-    async def _kill_when_hung(self, process: asyncio.subprocess.Process, beats: int) -> None:
+    async def _launch(self) -> tuple[Process, Channel, int | None]:
+        """Starts a process; with the channel to it and a descriptor that its heartbeats are read from."""
+        channel = Channel()
+        beats, pipe = os.pipe()
+        try:
+            return await _spawn(self._config, channel.path, pipe), channel, beats
+        except OSError as error:
+            channel.close()
+            os.close(beats)
+            raise EngineDead(f"the {self._what} process cannot be started ({error})") from error
+        finally:
+            os.close(pipe)
+
+    async def _kill_when_hung(self, process: Process, _channel: Channel, beats: int | None) -> None:
+        assert beats is not None
         self._hung = await until_hung(
             beats, self._timeout, lambda: self.ready is not None and self._client.has_work
         )
@@ -208,7 +233,7 @@ class Supervisor:
         else:
             self._first.set_result(ready)
 
-    def _how_it_ended(self, process: asyncio.subprocess.Process) -> QuireError:
+    def _how_it_ended(self, process: Process) -> QuireError:
         if self._failure is not None and self.ready is None:
             kind = getattr(errors, self._failure.kind, EngineDead)
             if kind is EngineDead:
@@ -218,7 +243,7 @@ class Supervisor:
             return EngineDead(
                 f"the {self._what} process (pid {process.pid}) stopped: {self._failure.message}"
             )
-        how = self._hung or _ending(process.returncode)
+        how = self._hung or ending(process.returncode)
         return EngineDead(f"the {self._what} process (pid {process.pid}) {how}")
 
 
@@ -236,19 +261,19 @@ async def _spawn(config: EngineConfig, path: str, pipe: int) -> asyncio.subproce
     return process
 
 
-async def _kill_if_lingering(process: asyncio.subprocess.Process, receiving: asyncio.Task[None]) -> None:
+async def _kill_if_lingering(process: Process, receiving: asyncio.Task[None]) -> None:
     """Kills a worker that reported a fatal error but has not exited within CLOSE_SECONDS (e.g. blocked on I/O)."""
     await asyncio.wait({receiving})
     await asyncio.sleep(CLOSE_SECONDS)
     _signal(process, signal.SIGKILL)
 
 
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal(process: Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
     if code is None:
         return "ended"
     if code >= 0:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -49,14 +50,14 @@ class TerminationHandler:
         self.shutdown.requested = True
 
 
-def main() -> int:
+def main(connect: Callable[[str], WorkerChannel] = WorkerChannel) -> int:
     path, pipe = sys.argv[1], int(sys.argv[2])
     termination = TerminationHandler()
     signal.signal(signal.SIGTERM, termination)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
     config = _on_its_gpu(read_config(sys.stdin.buffer))
     threading.Thread(target=_end_with_parent, args=(path,), name="parent-watch", daemon=True).start()
-    channel = WorkerChannel(path)
+    channel = connect(path)
     try:
         return _serve(config, channel, termination, pipe)
     finally:

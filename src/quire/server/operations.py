@@ -112,7 +112,7 @@ def operations_router(service: Service) -> APIRouter:
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
     _add_step_log(router, service)
-    if service.settings.data_parallel_size > 1:
+    if service.settings.has_replicas:
         _add_replicas(router, service)
     return router
 

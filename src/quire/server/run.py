@@ -76,7 +76,7 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
 def _restart_on_hangup(service: Service) -> None:
     """SIGHUP restarts the replicas one after the other; without replicas it ends the process, as it always does."""
     replicas: Any = service.main
-    if service.settings.data_parallel_size > 1:
+    if service.settings.has_replicas:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replicas.roll)
 
 
@@ -211,7 +211,7 @@ def report_start(service: Service) -> None:
             "tokenizer none: the model's folder has no tokenizer.json, vocab.json with merges.txt, or tokenizer.model. "
             "Only token ids can be sent; --tokenizer names a folder that has one"
         )
-    if settings.data_parallel_size > 1:
+    if settings.has_replicas:
         log.info("replicas  %d, requests by %s", settings.data_parallel_size, settings.routing_policy)
     tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
     log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)

@@ -61,7 +61,7 @@ class ServedModel:
         names: tuple[str, ...] = (),
         on_progress: OnProgress | None = None,
         relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
-        num_replicas: int = 1,
+        num_replicas: int | None = None,
     ) -> "ServedModel":
         """`relay` as in EngineClient. Each of several HTTP processes has its share of the queue."""
         count = settings.api_server_count
@@ -71,11 +71,15 @@ class ServedModel:
                 for most in (settings.max_queue_requests, settings.max_queue_tokens)
             )
         )
-        if num_replicas != 1:
+        if num_replicas is not None:
+            cluster = None
+            if settings.data_parallel_backend == "ray":
+                ray = importlib.import_module("quire.fleet.ray_cluster")
+                cluster = ray.RayCluster(settings.ray_address, settings.data_parallel_rpc_port)
             replicas: type[ReplicaSet] = importlib.import_module("quire.fleet.replicas").ReplicaSet
-            policy = settings.routing_policy
+            policy, timeout = settings.routing_policy, settings.engine_timeout
             several = replicas(
-                config, bounds, on_progress, settings.engine_timeout, num_replicas, policy, settings.roles
+                config, bounds, on_progress, timeout, num_replicas, policy, settings.roles, cluster
             )
             return cls(task, several, settings, names)
         what = "engine" if task == "generate" else "embedding engine"
@@ -163,7 +167,7 @@ class ServedModels:
         task, names = task_of(config.model.model, config.model.revision), settings.served_names
         if task == "embed":
             names = names or _known_as(config.model.model or BUILTIN_ENCODER_NAME)
-        count = settings.data_parallel_size
+        count = settings.data_parallel_size if settings.has_replicas else None
         main = ServedModel.of(config, task, settings, names, on_progress, relay, count)
         return cls(settings, main, config)
 

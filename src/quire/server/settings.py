@@ -18,6 +18,9 @@ class ServerSettings:
     data_parallel_size: int = 1  # engines that serve the main model
     roles: tuple[str, ...] = ()  # of each of them, where some compute prompts for others
     routing_policy: str = "prefix-work"  # which of them gets a request
+    data_parallel_backend: str = "mp"  # who starts them: mp, this process; ray, a Ray cluster
+    data_parallel_rpc_port: int = 0  # of the first one's link with Ray, the others' follow; 0: any free ones
+    ray_address: str | None = None  # None: the cluster that this machine belongs to
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -70,6 +73,10 @@ class ServerSettings:
         return {name.strip(): target.strip() or None for name, _, target in pairs}
 
     @property
+    def has_replicas(self) -> bool:
+        return self.data_parallel_size != 1 or self.data_parallel_backend == "ray"
+
+    @property
     def keeps_files(self) -> bool:
         return self.data_dir != "none" and self.api_server_count == 1
 
@@ -79,6 +86,15 @@ class ServerSettings:
         if self.api_server_count != 1:
             self._check_processes()
         count = self.data_parallel_size
+        if self.data_parallel_backend not in ("mp", "ray"):
+            raise ConfigError(f"data_parallel_backend={self.data_parallel_backend!r}: choose mp or ray")
+        if self.data_parallel_backend == "mp" and (self.ray_address or self.data_parallel_rpc_port):
+            raise ConfigError("ray_address and data_parallel_rpc_port need data_parallel_backend=ray")
+        if not 0 <= self.data_parallel_rpc_port <= 65536 - count:
+            raise ConfigError(
+                f"data_parallel_rpc_port={self.data_parallel_rpc_port} is outside 0 to {65536 - count} "
+                "(0: any free ones)"
+            )
         if self.roles and (count == 1 or len(self.roles) != count or set(self.roles) == {"prefill"}):
             raise ConfigError(
                 f"roles={','.join(self.roles)} and data_parallel_size={count}: name a role, prefill, decode or both, "
@@ -131,7 +147,7 @@ class ServerSettings:
         count = self.api_server_count
         if not 1 <= count <= MAX_PROCESSES:
             raise ConfigError(f"api_server_count={count} is outside 1 to {MAX_PROCESSES}")
-        if self.data_parallel_size > 1:
+        if self.has_replicas:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} needs one HTTP process, which knows what each replica "
                 f"has to do, and api_server_count={count}: leave one out, or start several servers behind quire route"

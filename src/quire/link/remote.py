@@ -1,0 +1,97 @@
+"""The engine link between machines: TCP with CURVE keys (ZeroMQ). The engine's end is remote_worker.py.
+
+Both ends have a key pair and know the other's public key. Each engine process has its own: one with another key, or
+with none, does not connect.
+"""
+
+import asyncio
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.core.errors import ConfigError
+from quire.link.channel import Channel, prepare
+from quire.observe.logs import get_logger
+
+log = get_logger(__name__)
+HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # a machine that answers no heartbeat that long is gone
+CLOSE_MS = 50  # for the closed connection to leave the socket
+REFUSED_HANDSHAKES = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+# exit codes of an engine process that does not get as far as a connection
+UNREACHABLE, REFUSED = 3, 4
+LINK_FAULTS = {
+    UNREACHABLE: "cannot reach the server at {}: open this port between the machines "
+    "(--data-parallel-rpc-port chooses it)",
+    REFUSED: "was refused by the server at {}: the keys do not match; another server has this port, perhaps",
+}
+
+
+def prepare_remote(socket: zmq.Socket[Any], address: str) -> None:
+    prepare(socket)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_SECONDS * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_SECONDS * 1000)
+
+
+class RemoteChannel(Channel):
+    """The client's end, which listens on `path`. Nothing connects before `allow`."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self.key, secret = zmq.curve_keypair()
+        self._allowed: bytes | None = None
+        self._context = zmq.asyncio.Context()
+        self._keys = self._context.socket(zmq.REP)
+        self._keys.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may connect (RFC 27)
+        self._checking = asyncio.create_task(self._check_keys(), name="link-keys")
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.curve_server, self._socket.curve_secretkey = True, secret
+        self._events = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED | REFUSED_HANDSHAKES)
+        shown = f"[{host}]" if ":" in host else host
+        prepare_remote(self._socket, shown)
+        try:
+            self._socket.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"cannot listen on {shown}:{port} for an engine ({zmq.strerror(error.errno or 0)}): "
+                "choose another --data-parallel-rpc-port"
+            ) from error
+        self.path = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def allow(self, key: bytes) -> None:
+        """Lets the engine connect that has this public key, and no other."""
+        self._allowed = key
+
+    async def _check_keys(self) -> None:
+        while True:
+            version, number, _domain, _address, _identity, _mechanism, key = await self._keys.recv_multipart()
+            status = b"200" if z85.encode(key) == self._allowed else b"400"
+            await self._keys.send_multipart([version, number, status, b"", b"", b""])
+
+    async def lost(self) -> None:
+        """Returns when an engine was connected and is no more."""
+        warned = False
+        while True:
+            event = await recv_monitor_message(self._events)
+            if event["event"] & REFUSED_HANDSHAKES:
+                if not warned:
+                    log.warning("a connection to %s without the right key was refused", self.path)
+                warned = True
+                continue
+            await asyncio.sleep(CLOSE_MS / 1000)
+            # A refused connection ends as well; the engine's is the only one that could be written to.
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+                return
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._checking.cancel()
+            self._socket.disable_monitor()
+            self._context.destroy(linger=0)
