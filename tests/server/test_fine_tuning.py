@@ -128,6 +128,8 @@ def _survives(client, folder, job_id, expected):
     wait(client, job_id, "running")
     _until(lambda: len(losses(client, job_id)) >= 2)
     assert os.getpriority(os.PRIO_PROCESS, process(folder, job_id)) == 19
+    group = Path(f"/proc/{process(folder, job_id)}/autogroup")
+    assert not group.exists() or group.read_text().endswith("nice 19\n")
     assert jobs.pause(job_id).status == "paused"
     _until(lambda: process(folder, job_id) is None)
     done = len(losses(client, job_id))

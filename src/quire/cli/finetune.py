@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     shown = ProgressLines()
     files = RunFiles(job.output)
     if arguments.nice:
-        os.nice(arguments.nice)
+        _lower_priority(arguments.nice)
     live = sys.stderr.isatty()
     with interruptible() as interrupted, _terminable() as ended, load_progress(live) as progress:
         try:
@@ -177,6 +177,15 @@ def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
     convert.__name__ = kind.__name__
     return convert
+
+
+def _lower_priority(steps: int) -> None:
+    """Also of the session, if it is this process's own: Linux divides cores among sessions first, whatever the nice
+    values of their processes are."""
+    os.nice(steps)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # a kernel without such groups
+            Path("/proc/self/autogroup").write_text(str(steps))
 
 
 def _settings(arguments: argparse.Namespace) -> TrainSettings:

@@ -27,7 +27,7 @@ from quire_lab.benchmarks.feed_cost import PATTERN, Connection, estimate, shares
 from quire_lab.benchmarks.serve_latency import serving
 
 GOAL = 0.9
-WINDOW, SETTLE, OUTPUT_TOKENS = 2.0, 0.3, 400
+WINDOW, SETTLE, OUTPUT_TOKENS = 1.0, 0.25, 900
 
 
 def start_job(url: str, folder: Path) -> int:
