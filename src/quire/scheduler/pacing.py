@@ -2,7 +2,7 @@
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-WHOLE, LARGE = 16, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
+WHOLE, SMALL, LARGE = 16, 128, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
 LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
 # `auto`, of a step with prompts:
 DECODE_RATIO = 2.25  # the longest duration, in decode steps
@@ -78,10 +78,11 @@ class Pacing:
         goal = self._goal
         if goal is None:
             goal = self._auto(num_rows, num_waiting, token_seconds)
-        # A multiple, as GEMMs and graphs are: the nearest of a large step; in a small one 8 tokens more are late.
+        # to the nearest multiple, as GEMMs and graphs are; below SMALL never to the next one, which would be late
         tokens = goal / token_seconds
-        whole = tokens // WHOLE * WHOLE if tokens < LARGE else round(tokens / WHOLE / 4) * WHOLE * 4
-        self._planned = max(num_rows + FEWEST, int(whole))
+        multiple = WHOLE if tokens < LARGE else 4 * WHOLE
+        count = int(tokens / multiple) if tokens < SMALL else round(tokens / multiple)
+        self._planned = max(num_rows + FEWEST, count * multiple)
         return self._planned - num_rows
 
     def _auto(self, num_rows: int, num_waiting: int, token_seconds: float) -> float:
