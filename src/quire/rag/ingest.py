@@ -26,6 +26,8 @@ NUM_PARSERS = 2  # files that are parsed at a time
 CHUNKS_AT_ONCE = 32  # that are embedded in one request
 MAX_REQUESTS = 3  # to the encoder at once
 BUSY_SHARE = 0.1  # of the time that embedding may take while text is generated
+BUSY_SECONDS = 1.0  # after the last generation
+PAUSE_SECONDS = 0.2  # between two looks whether it goes on
 RETRY_SECONDS = 2.0  # after an engine that is down
 MAX_RETRIES = 30
 SWEEP_SECONDS = 60.0  # between two looks for what has expired
@@ -73,6 +75,7 @@ class Ingest:
         self._encoders = encoders
         self._has_work = asyncio.Event()
         self._has_chunks = asyncio.Event()
+        self._generated_at = -BUSY_SECONDS
         self._threads = ThreadPoolExecutor(NUM_PARSERS + 2, thread_name_prefix="ingest")
         self._tasks: list[asyncio.Task[None]] = []
         self._parsing: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -169,13 +172,20 @@ class Ingest:
             parts = [own[start : start + CHUNKS_AT_ONCE] for start in range(0, len(own), CHUNKS_AT_ONCE)]
             await asyncio.gather(*map(self._embed, parts))
             await self._thread(self._stores.complete_files)
-            if self._encoders.is_generating:
-                await asyncio.sleep((time.monotonic() - began) * (1 / BUSY_SHARE - 1))
+            paused_until = time.monotonic() + (time.monotonic() - began) * (1 / BUSY_SHARE - 1)
+            while self._is_busy() and (left := paused_until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, PAUSE_SECONDS))
         await self._thread(self._stores.complete_files)
 
     def _num_requests(self) -> int:
         """Open at once: with several, the encoder computes while texts are cut and vectors are stored."""
-        return 1 if self._encoders.is_generating else MAX_REQUESTS
+        return 1 if self._is_busy() else MAX_REQUESTS
+
+    def _is_busy(self) -> bool:
+        """Whether text is generated, or was a moment ago: the next request of a conversation follows soon."""
+        if self._encoders.is_generating:
+            self._generated_at = time.monotonic()
+        return time.monotonic() - self._generated_at < BUSY_SECONDS
 
     async def _embed(self, chunks: Sequence[WaitingChunk]) -> None:
         """Chunks of one store; windows of several are embedded once. A fault of the encoder fails their files."""
