@@ -180,8 +180,8 @@ def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _lower_priority(steps: int) -> None:
-    """Also of the session, if it is this process's own: Linux divides cores among sessions first, whatever the nice
-    values of their processes are."""
+    """Also of the session, if it is this process's own: Linux divides cores among sessions before it looks at the nice
+    values of processes."""
     os.nice(steps)
     if os.getsid(0) == os.getpid():
         with suppress(OSError):  # a kernel without such groups
