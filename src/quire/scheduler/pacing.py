@@ -2,7 +2,7 @@
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-WHOLE, SMALL, LARGE = 16, 128, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
+WHOLE, SMALL, LARGE = 16, 64, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
 LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
 # `auto`, of a step with prompts:
 DECODE_RATIO = 2.25  # the longest duration, in decode steps
