@@ -22,7 +22,7 @@ class _Profile(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Placement(ctypes.Structure):
+class _MigPlacement(ctypes.Structure):
     _fields_ = (("start", ctypes.c_uint), ("size", ctypes.c_uint))
 
 
@@ -69,7 +69,7 @@ def _read(nvml: ctypes.CDLL, index: int) -> tuple[str, tuple[CardProfile, ...]]:
         name = info.name.decode().removeprefix("MIG ")
         if "+" in name or "-" in name:
             continue
-        placements = (_Placement * 32)()
+        placements = (_MigPlacement * 32)()
         count = ctypes.c_uint(len(placements))
         if nvml.nvmlDeviceGetGpuInstancePossiblePlacements_v2(
             device, info.id, placements, ctypes.byref(count)
