@@ -136,6 +136,11 @@ def test_roles_need_a_folder_and_one_name_for_each_replica() -> None:
         EngineConfig.of(role="prefill")
     with pytest.raises(ConfigError, match="role='first' is not known: choose one of both, prefill, decode"):
         EngineConfig.of(role="first")
+    shared = {"kv_offload_gb": 1.0, "kv_offload_dir": "blocks"}
+    with pytest.raises(
+        ConfigError, match="role='decode' finds prompts in the prefix cache: leave enable_prefix"
+    ):
+        EngineConfig.of(role="decode", enable_prefix_caching=False, **shared)
     for count, roles in ((1, ("prefill", "decode")), (2, ("decode",)), (2, ("prefill", "prefill"))):
         with pytest.raises(ConfigError, match=f"data_parallel_size={count}: name a role"):
             ServerSettings(data_parallel_size=count, roles=roles)

@@ -208,6 +208,10 @@ class MemoryConfig:
                 f"role={self.role!r} hands prompts over through a folder that both engines share: give kv_offload_gb "
                 "and kv_offload_dir, such as 1 and /dev/shm/quire-kv"
             )
+        if self.role != "both" and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"role={self.role!r} finds prompts in the prefix cache: leave enable_prefix_caching on"
+            )
 
 
 @dataclass(frozen=True, slots=True)
