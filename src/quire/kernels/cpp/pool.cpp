@@ -26,18 +26,24 @@ namespace {
 constexpr auto kSpinTime = std::chrono::microseconds(80);
 constexpr int kPausesPerClock = 32;
 constexpr int kPausesBeforeYield = 4000;
-constexpr uint64_t kClosed = 0xffffffffu;  // a chunk number that no job has
+constexpr int kMaxThreads = 256;
 
-// A ticket is (epoch << 32 | next chunk). Claiming compares the epoch, so a thread that woke too late for its
-// job can never take a chunk of the next one.
+// One thread's share of a job: (next chunk << 32 | end). What a claim reads of the job was written before the share, and
+// stays until the claimed chunk is done, so a thread that woke too late takes part in the next job or in none.
+struct alignas(64) Share {
+    std::atomic<uint64_t> chunks{0};
+};
+
+// Each thread goes through its own share in order, so that weights stream from memory, and then helps with the others.
 struct Pool {
-    std::atomic<uint64_t> ticket{0};
-    std::atomic<int64_t> chunks{0};
+    Share shares[kMaxThreads];
+    std::atomic<uint64_t> job{0};
     std::atomic<int64_t> unfinished{0};
     std::atomic<Work> work{nullptr};
     std::atomic<const void*> context{nullptr};
     std::atomic<int64_t> count{0};
     std::atomic<int64_t> grain{1};
+    std::atomic<int> num_shares{0};
 
     std::mutex sleep_mutex;
     std::condition_variable wake;
@@ -50,34 +56,33 @@ Pool* pool = new Pool;  // never destroyed: workers outlive static destructors
 int thread_count = 1;
 thread_local bool inside_work = false;
 
-uint64_t epoch_of(uint64_t ticket) { return ticket >> 32; }
-
-void run_chunks(Pool& p, uint64_t epoch) {
-    const Work work = p.work.load(std::memory_order_relaxed);
-    const void* context = p.context.load(std::memory_order_relaxed);
-    const int64_t count = p.count.load(std::memory_order_relaxed);
-    const int64_t grain = p.grain.load(std::memory_order_relaxed);
-    const int64_t chunks = p.chunks.load(std::memory_order_acquire);
-    uint64_t ticket = p.ticket.load(std::memory_order_acquire);
-    for (;;) {
-        const int64_t chunk = static_cast<int64_t>(ticket & 0xffffffffu);
-        if (epoch_of(ticket) != epoch || chunk >= chunks) return;
-        if (!p.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-        const int64_t begin = chunk * grain;
-        work(context, begin, begin + grain < count ? begin + grain : count);
+void run_share(Pool& p, Share& share) {
+    uint64_t chunks = share.chunks.load(std::memory_order_acquire);
+    while (chunks >> 32 < (chunks & 0xffffffffu)) {
+        if (!share.chunks.compare_exchange_weak(chunks, chunks + (uint64_t{1} << 32), std::memory_order_acq_rel)) continue;
+        const int64_t count = p.count.load(std::memory_order_relaxed), grain = p.grain.load(std::memory_order_relaxed);
+        const int64_t begin = static_cast<int64_t>(chunks >> 32) * grain;
+        p.work.load(std::memory_order_relaxed)(p.context.load(std::memory_order_relaxed), begin,
+                                               begin + grain < count ? begin + grain : count);
         p.unfinished.fetch_sub(1, std::memory_order_acq_rel);
-        ticket = p.ticket.load(std::memory_order_acquire);
+        chunks = share.chunks.load(std::memory_order_acquire);
     }
 }
 
-// Returns the new epoch, or the old one when this worker is no longer wanted.
+void run_shares(Pool& p, int first) {
+    const int shares = p.num_shares.load(std::memory_order_relaxed);
+    for (int i = 0; i < shares; ++i) run_share(p, p.shares[(first + i) % shares]);
+}
+
+// Returns the number of a job that is not `seen`, once there is one and this worker is wanted.
 uint64_t wait_for_job(Pool& p, uint64_t seen, int index) {
-    const auto wanted = [&] { return index < p.wanted_workers.load(std::memory_order_relaxed); };
-    const auto fresh = [&] { return epoch_of(p.ticket.load(std::memory_order_acquire)) != seen && wanted(); };
+    const auto fresh = [&] {
+        return p.job.load(std::memory_order_acquire) != seen && index < p.wanted_workers.load(std::memory_order_relaxed);
+    };
     const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
     while (std::chrono::steady_clock::now() < deadline) {
         for (int i = 0; i < kPausesPerClock; ++i) {
-            if (fresh()) return epoch_of(p.ticket.load(std::memory_order_acquire));
+            if (fresh()) return p.job.load(std::memory_order_acquire);
             QUIRE_PAUSE();
         }
     }
@@ -85,7 +90,7 @@ uint64_t wait_for_job(Pool& p, uint64_t seen, int index) {
     p.sleeping.fetch_add(1, std::memory_order_seq_cst);
     p.wake.wait(lock, fresh);
     p.sleeping.fetch_sub(1, std::memory_order_seq_cst);
-    return epoch_of(p.ticket.load(std::memory_order_acquire));
+    return p.job.load(std::memory_order_acquire);
 }
 
 void worker_main(Pool* p, int index) {
@@ -93,7 +98,7 @@ void worker_main(Pool* p, int index) {
     uint64_t seen = 0;
     for (;;) {
         seen = wait_for_job(*p, seen, index);
-        run_chunks(*p, seen);
+        run_shares(*p, index + 1);
     }
 }
 
@@ -138,24 +143,23 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
     Pool& p = *pool;
     start_workers(p);
     const int64_t chunks = (count + grain - 1) / grain;
-    // Closed before the job changes: a worker that is late for the last job would otherwise find the next one's
-    // numbers behind the last one's ticket, and run a chunk that is not counted.
-    const uint64_t last = epoch_of(p.ticket.load(std::memory_order_relaxed));
-    p.ticket.store(last << 32 | kClosed, std::memory_order_seq_cst);
     p.work.store(work, std::memory_order_relaxed);
     p.context.store(context, std::memory_order_relaxed);
     p.count.store(count, std::memory_order_relaxed);
     p.grain.store(grain, std::memory_order_relaxed);
     p.unfinished.store(chunks, std::memory_order_relaxed);
-    p.chunks.store(chunks, std::memory_order_release);
-    const uint64_t epoch = (last + 1) & 0xffffffffu;
-    p.ticket.store(epoch << 32, std::memory_order_seq_cst);
+    p.num_shares.store(thread_count, std::memory_order_relaxed);
+    for (int64_t i = 0; i < thread_count; ++i) {
+        const int64_t begin = chunks * i / thread_count, end = chunks * (i + 1) / thread_count;
+        p.shares[i].chunks.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_release);
+    }
+    p.job.fetch_add(1, std::memory_order_seq_cst);
     if (p.sleeping.load(std::memory_order_seq_cst) > 0) {
         { std::lock_guard<std::mutex> lock(p.sleep_mutex); }
         p.wake.notify_all();
     }
     inside_work = true;
-    run_chunks(p, epoch);
+    run_shares(p, 0);
     inside_work = false;
     for (int spins = 0; p.unfinished.load(std::memory_order_acquire) > 0; ++spins) {
         QUIRE_PAUSE();
@@ -164,7 +168,7 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
 }
 
 int num_threads() { return thread_count; }
-void set_num_threads(int count) { thread_count = count < 1 ? 1 : count; }
+void set_num_threads(int count) { thread_count = count < 1 ? 1 : count < kMaxThreads ? count : kMaxThreads; }
 
 void* thread_scratch(size_t num_bytes) { return thread_buffer.at_least(num_bytes); }
 void* shared_scratch(size_t num_bytes) { return shared_buffer->at_least(num_bytes); }

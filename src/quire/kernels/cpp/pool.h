@@ -11,7 +11,8 @@ namespace quire {
 using Work = void (*)(const void* context, int64_t begin, int64_t end);
 
 // Runs `work` over [0, count) in chunks of `grain`, on the calling thread and the workers, and returns when
-// every chunk is done. Chunks are claimed one at a time, so a delayed thread holds up one chunk at most.
+// every chunk is done. Each thread begins with a contiguous share of its own; chunks are claimed one at a time, so a
+// delayed thread holds up one chunk at most.
 void run_parallel(int64_t count, int64_t grain, Work work, const void* context);
 
 int num_threads();

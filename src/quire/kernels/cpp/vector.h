@@ -30,6 +30,17 @@ inline uint32_t bits_of_float(float value) {
     return bits;
 }
 
+// Asks for weights that lie 4 KiB ahead of their reader. They are one contiguous share per thread, which an EPYC
+// prefetches faster by itself where little is computed with each byte; Xeons with AMX gain from both.
+template <bool kMuchComputed>
+inline void prefetch_stream([[maybe_unused]] const void* source, [[maybe_unused]] int64_t num_bytes) {
+#if !defined(__AMX_INT8__)
+    if (!kMuchComputed) return;
+#endif
+    const char* ahead = static_cast<const char*>(source) + 4096;
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(ahead + i);
+}
+
 }  // namespace QUIRE_ISA
 }  // namespace quire
 

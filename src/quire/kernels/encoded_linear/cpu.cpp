@@ -14,6 +14,7 @@ namespace quire {
 namespace QUIRE_ISA {
 
 constexpr int64_t kEncodedRows = 256;      // rows that a tile is unpacked for
+constexpr int64_t kOnePass = 4;            // rows that one pass over packed weights multiplies
 constexpr int64_t kFewRows = 8;            // up to here weights stream, and a tile is best small
 constexpr int64_t kFewColumns = 256;       // of such a tile
 constexpr int64_t kManyColumns = 640;      // of the others: two of them stay in the first-level cache
@@ -132,7 +133,9 @@ template <class Pair>
 inline void encoded_items(const EncodedProblem& p, int64_t begin, int64_t end) {
     const Stored& w = p.weight;
     const int64_t pairs = Pair::count(w), groups = w.columns / w.group;
-    const int64_t columns = p.tokens <= kFewRows ? kFewColumns : kManyColumns;
+    const bool streamed = is_streamed(w, p.tokens);
+    const int64_t columns =
+        streamed && p.tokens <= kOnePass ? w.columns : p.tokens <= kFewRows ? kFewColumns : kManyColumns;
     const int64_t chunk = std::max<int64_t>(1, columns / w.group), chunk_steps = chunk * w.group / kStep;
     const int64_t tile_bytes = Tile::bytes(chunk_steps);
     char* memory = static_cast<char*>(
@@ -148,7 +151,10 @@ inline void encoded_items(const EncodedProblem& p, int64_t begin, int64_t end) {
             const Activations* x = p.rows + first_row * p.steps() + step;
             const int64_t at = group * w.group_bytes();
             const uint8_t *first = w.block(Pair::first(w, pair)) + at, *second = w.block(Pair::second(w, pair)) + at;
-            if (stream_gemm(w, {{first, second}, last - group, x, p.steps(), sums}, rows)) continue;
+            if (streamed) {
+                stream_gemm(w, {{first, second}, last - group, x, p.steps(), sums}, rows);
+                continue;
+            }
             unpack_groups(w, Pair::first(w, pair), group, last, tiles[0]);
             unpack_groups(w, Pair::second(w, pair), group, last, tiles[1]);
             group_gemm({x, p.steps(), (last - group) * w.group / kStep, tiles, sums},

@@ -33,8 +33,8 @@ inline void float_rows(const FloatInput& input) {
     };
     int64_t column = 0;
     for (; column + 2 <= input.columns; column += 2) {
-        __builtin_prefetch(first + column * kTileChannels + kAhead / 4);
-        __builtin_prefetch(second + column * kTileChannels + kAhead / 4);
+        prefetch_stream<(kRows > 1)>(first + column * kTileChannels, 2 * kTileChannels * sizeof(Element));
+        prefetch_stream<(kRows > 1)>(second + column * kTileChannels, 2 * kTileChannels * sizeof(Element));
         add_column(column, 0);
         add_column(column + 1, 1);
     }

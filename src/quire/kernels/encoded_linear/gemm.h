@@ -41,11 +41,11 @@ inline void add_dots(const uint8_t* first, const uint8_t* second, const Activati
     }
 }
 
-template <int kRows>
-inline void set_all(__m512i (&ints)[kRows][2], const Activations* const* x, int part, bool starts) {
+template <int kRows, int kBlocks>
+inline void set_all(__m512i (&ints)[kRows][kBlocks], const Activations* const* x, int part, bool starts) {
     for (int row = 0; row < kRows; ++row) {
         const __m512i start = starts ? _mm512_set1_epi32(x[row]->start[part]) : _mm512_setzero_si512();
-        ints[row][0] = ints[row][1] = start;
+        for (int i = 0; i < kBlocks; ++i) ints[row][i] = start;
     }
 }
 
@@ -81,7 +81,7 @@ inline void group_rows(const GroupInput& input) {
     for (int64_t step = 0; step < input.steps; ++step, first += kStepCodes, second += kStepCodes) {
         __m512i ints[kRows][2];
         __m512 terms[kRows][2] = {};
-        set_all<kRows>(ints, x, 0, kForm == kWithOffset || kForm == kHalves);
+        set_all<kRows, 2>(ints, x, 0, kForm == kWithOffset || kForm == kHalves);
         if constexpr (kForm == kHalves) {
             add_dots<kRows, kQuads / 2>(first, second, x, 0, ints);
             for (int i = 0; i < 2; ++i) {
@@ -90,7 +90,7 @@ inline void group_rows(const GroupInput& input) {
                     terms[row][i] = _mm512_mul_ps(_mm512_cvtepi32_ps(ints[row][i]), scale);
                 }
             }
-            set_all<kRows>(ints, x, 1, true);
+            set_all<kRows, 2>(ints, x, 1, true);
             add_dots<kRows, kQuads / 2>(first, second, x, kQuads / 2, ints);
         } else {
             add_dots<kRows, kQuads>(first, second, x, 0, ints);

@@ -57,50 +57,49 @@ struct StreamScales {
     }
 };
 
-template <int64_t kCoding, int kRows>
+template <int64_t kCoding, int kRows, int kBlocks>
 inline void stream_rows(Stored s, const StreamInput& input) {
     s.coding = kCoding;
     if (kCoding == kMinimum4 || kCoding == kScaled8) s.group = kStep;
     if (s.is_super()) s.group = kSuper;
     const bool halves = s.form() == kHalves, has_minimum = s.form() == kWithMinimum;
     const Activations* x[kRows];
-    __m512 sums[kRows][2];
+    __m512 sums[kRows][kBlocks];
     for (int row = 0; row < kRows; ++row) {
         x[row] = input.x + row * input.x_stride;
-        for (int i = 0; i < 2; ++i) sums[row][i] = _mm512_loadu_ps(input.sums + row * 32 + i * 16);
+        for (int i = 0; i < kBlocks; ++i) sums[row][i] = _mm512_loadu_ps(input.sums + row * 32 + i * 16);
     }
     for (int64_t group = 0; group < input.groups; ++group) {
         const int64_t offset = group * s.group_bytes();
-        const uint8_t* headers[2] = {input.sources[0] + offset, input.sources[1] + offset};
-        const StreamScales<kCoding> scales[2] = {{s, headers[0]}, {s, headers[1]}};
+        const uint8_t* headers[2] = {input.sources[0] + offset, input.sources[kBlocks - 1] + offset};
+        const StreamScales<kCoding> scales[2] = {{s, headers[0]}, {s, headers[kBlocks - 1]}};
         for (int64_t step = 0; step < s.group / kStep; ++step) {
             const int64_t at = s.header_bytes() + step * s.step_bytes();
-            for (const uint8_t* header : headers) ask_for(header + at, s.step_bytes());
-            __m512i ints[kRows][2];
-            __m512 terms[kRows][2] = {};
-            set_all<kRows>(ints, x, 0, !has_minimum);
+            for (int i = 0; i < kBlocks; ++i) prefetch_stream<(kRows > 1)>(headers[i] + at, s.step_bytes());
+            __m512i ints[kRows][kBlocks];
+            __m512 terms[kRows][kBlocks] = {};
+            set_all<kRows, kBlocks>(ints, x, 0, !has_minimum);
 #pragma GCC unroll 8
             for (int quad = 0; quad < kQuads; ++quad) {
                 if (halves && quad == kQuads / 2) {
-                    for (int i = 0; i < 2; ++i) {
+                    for (int i = 0; i < kBlocks; ++i) {
                         const __m512 scale = scales[i].scale_of(headers[i], step, 0).v;
                         for (int row = 0; row < kRows; ++row) {
                             terms[row][i] = _mm512_mul_ps(_mm512_cvtepi32_ps(ints[row][i]), scale);
                         }
                     }
-                    set_all<kRows>(ints, x, 1, true);
+                    set_all<kRows, kBlocks>(ints, x, 1, true);
                 }
-                const __m512i a = quad_codes<kCoding>(headers[0] + at, quad);
-                const __m512i b = quad_codes<kCoding>(headers[1] + at, quad);
+                __m512i codes[kBlocks];
+                for (int i = 0; i < kBlocks; ++i) codes[i] = quad_codes<kCoding>(headers[i] + at, quad);
                 for (int row = 0; row < kRows; ++row) {
                     int32_t four;
                     std::memcpy(&four, x[row]->values + quad * 4, sizeof four);
                     const __m512i columns = _mm512_set1_epi32(four);
-                    ints[row][0] = _mm512_dpbusd_epi32(ints[row][0], a, columns);
-                    ints[row][1] = _mm512_dpbusd_epi32(ints[row][1], b, columns);
+                    for (int i = 0; i < kBlocks; ++i) ints[row][i] = _mm512_dpbusd_epi32(ints[row][i], codes[i], columns);
                 }
             }
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < kBlocks; ++i) {
                 const __m512 scale = scales[i].scale_of(headers[i], step, 1).v;
                 const __m512 minimum = scales[i].minimum_of(headers[i], step).v;
                 for (int row = 0; row < kRows; ++row) {
@@ -114,37 +113,45 @@ inline void stream_rows(Stored s, const StreamInput& input) {
         }
     }
     for (int row = 0; row < kRows; ++row) {
-        for (int i = 0; i < 2; ++i) _mm512_storeu_ps(input.sums + row * 32 + i * 16, sums[row][i]);
+        for (int i = 0; i < kBlocks; ++i) _mm512_storeu_ps(input.sums + row * 32 + i * 16, sums[row][i]);
     }
 }
 
 template <int64_t kCoding>
 inline void stream_coded(const Stored& s, StreamInput input, int64_t rows) {
+    if (rows == 1 && input.sources[1] == input.sources[0] + s.block_bytes) {  // one stream from memory, not two
+        stream_rows<kCoding, 1, 1>(s, input);
+        input.sources[0] = input.sources[1];
+        input.sums += kTileChannels;
+        stream_rows<kCoding, 1, 1>(s, input);
+        return;
+    }
     for (; rows > 0; rows -= 4, input.x += 4 * input.x_stride, input.sums += 4 * 32) {
-        if (rows >= 4) stream_rows<kCoding, 4>(s, input);
-        else if (rows == 3) stream_rows<kCoding, 3>(s, input);
-        else if (rows == 2) stream_rows<kCoding, 2>(s, input);
-        else stream_rows<kCoding, 1>(s, input);
+        if (rows >= 4) stream_rows<kCoding, 4, 2>(s, input);
+        else if (rows == 3) stream_rows<kCoding, 3, 2>(s, input);
+        else if (rows == 2) stream_rows<kCoding, 2, 2>(s, input);
+        else stream_rows<kCoding, 1, 2>(s, input);
     }
 }
 
-// Whether rows of x by groups of columns were multiplied here.
-inline bool stream_gemm(const Stored& s, const StreamInput& input, int64_t rows) {
-    if (rows > kStreamRows) return false;
+// Whether this number of rows is multiplied here.
+inline bool is_streamed(const Stored& s, int64_t rows) { return rows <= kStreamRows && s.coding <= kScaled8Wide; }
+
+inline void stream_gemm(const Stored& s, const StreamInput& input, int64_t rows) {
     switch (s.coding) {
-        case kScaled4: stream_coded<kScaled4>(s, input, rows); return true;
-        case kMinimum4: stream_coded<kMinimum4>(s, input, rows); return true;
-        case kZero4: stream_coded<kZero4>(s, input, rows); return true;
-        case kQ4K: stream_coded<kQ4K>(s, input, rows); return true;
-        case kQ5K: stream_coded<kQ5K>(s, input, rows); return true;
-        case kQ6K: stream_coded<kQ6K>(s, input, rows); return true;
-        case kScaled8: stream_coded<kScaled8>(s, input, rows); return true;
-        case kScaled8Wide: stream_coded<kScaled8Wide>(s, input, rows); return true;
-        default: return false;
+        case kScaled4: return stream_coded<kScaled4>(s, input, rows);
+        case kMinimum4: return stream_coded<kMinimum4>(s, input, rows);
+        case kZero4: return stream_coded<kZero4>(s, input, rows);
+        case kQ4K: return stream_coded<kQ4K>(s, input, rows);
+        case kQ5K: return stream_coded<kQ5K>(s, input, rows);
+        case kQ6K: return stream_coded<kQ6K>(s, input, rows);
+        case kScaled8: return stream_coded<kScaled8>(s, input, rows);
+        default: return stream_coded<kScaled8Wide>(s, input, rows);
     }
 }
 #else
-inline bool stream_gemm(const Stored&, const StreamInput&, int64_t) { return false; }
+inline bool is_streamed(const Stored&, int64_t) { return false; }
+inline void stream_gemm(const Stored&, const StreamInput&, int64_t) {}
 #endif
 
 }  // namespace QUIRE_ISA

@@ -104,12 +104,6 @@ struct Tile {
           minimums(scales + steps * 2 * kTileChannels) {}
 };
 
-constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are read
-
-inline void ask_for(const uint8_t* source, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(source + kAhead + i);
-}
-
 inline void unpack_nibbles(const uint8_t* source, uint8_t* codes) {
     for (int j = 0; j < 4; ++j) {
         const uint8_t* from = source + j * kVector;
@@ -137,7 +131,7 @@ inline void unpack_upper(const uint8_t* source, uint8_t* codes) {
 }
 
 inline void unpack_step(const Stored& s, const uint8_t* source, uint8_t* codes) {
-    ask_for(source, s.step_bytes());
+    prefetch_stream<true>(source, s.step_bytes());
     if (s.has_bytes()) {
         std::memcpy(codes, source, kStepCodes);
         return;
@@ -243,7 +237,7 @@ inline void unpack_coded(Stored s, int64_t block, int64_t first, int64_t last, c
     float* scales = tile.scales;
     float* minimums = tile.minimums;
     for (int64_t group = first; group < last; ++group) {
-        ask_for(source, s.header_bytes());
+        prefetch_stream<true>(source, s.header_bytes());
         unpack_header(s, block, group, source, scales, minimums);
         source += s.header_bytes();
         for (int64_t step = 0; step < steps; ++step, source += s.step_bytes()) {

@@ -222,11 +222,11 @@ inline void find_start(const LinearProblem& p, int64_t pair, int32_t* start) {
     }
 }
 
-// The GEMM input of one pair of blocks, without its rows of x. `next` is the item that this thread will probably take after.
+// The GEMM input of one pair of blocks, without its rows of x. The pair after it is probably this thread's next.
 template <class Pair>
-inline GemmInput pair_input(const LinearProblem& p, int64_t pair, int64_t next, const int32_t* start) {
+inline GemmInput pair_input(const LinearProblem& p, int64_t pair, const int32_t* start) {
     const auto block = [&p](int64_t channel) { return p.packed + channel * p.padded_columns; };
-    const int64_t pairs = Pair::count(p), ahead = next % pairs;
+    const int64_t ahead = (pair + 1) % Pair::count(p);
     return {nullptr, p.padded_columns, block(Pair::first(p, pair)), block(Pair::second(p, pair)),
             p.padded_columns / kGroup, block(Pair::first(p, ahead)), block(Pair::second(p, ahead)), start};
 }
@@ -236,7 +236,7 @@ template <class Pair, class Gemm>
 inline void run_items(const LinearProblem& p, int64_t begin, int64_t end) {
     alignas(64) int32_t results[2][Gemm::kMaxRows * kPairChannels];
     alignas(64) int32_t start[kPairChannels] = {};
-    const int64_t pairs = Pair::count(p), others = (num_threads() - 1) * (end - begin);
+    const int64_t pairs = Pair::count(p);
     [[maybe_unused]] typename Gemm::Session session;
     Unfinished<Pair> unfinished{p};
     int turn = 0;
@@ -244,7 +244,7 @@ inline void run_items(const LinearProblem& p, int64_t begin, int64_t end) {
         const int64_t pair = item % pairs, first_row = item / pairs * kRowsPerItem;
         const int64_t last_row = first_row + kRowsPerItem < p.tokens ? first_row + kRowsPerItem : p.tokens;
         find_start<Pair, Gemm>(p, pair, start);
-        GemmInput input = pair_input<Pair>(p, pair, item + 1 + (item + 1 < end ? 0 : others), start);
+        GemmInput input = pair_input<Pair>(p, pair, start);
         for (int64_t row = first_row; row < last_row; row += Gemm::kMaxRows, turn ^= 1) {
             const int64_t rows = last_row - row < Gemm::kMaxRows ? last_row - row : Gemm::kMaxRows;
             input.x = p.rows + row * p.padded_columns;

@@ -378,12 +378,8 @@ template <class Run>
 inline void run_pieces(const std::vector<LoraPiece>& all, int64_t bytes, const Run& run) {
     const LoraPiece* pieces = all.data();
     const int64_t count = static_cast<int64_t>(all.size()), grain = pieces_at_a_time(count, bytes);
-    const int64_t others = (num_threads() - 1) * grain;
     parallel_for(count, grain, [=, &run](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t next = i + 1 + (i + 1 < end ? 0 : others);
-            run(pieces[i], pieces[next < count ? next : i]);
-        }
+        for (int64_t i = begin; i < end; ++i) run(pieces[i], pieces[i + 1 < count ? i + 1 : i]);
     });
 }
 
