@@ -28,8 +28,8 @@ constexpr int kPausesPerClock = 32;
 constexpr int kPausesBeforeYield = 4000;
 constexpr int kMaxThreads = 256;
 
-// One thread's share of a job: (next chunk << 32 | end). What a claim reads of the job was written before the share, and
-// stays until the claimed chunk is done, so a thread that woke too late takes part in the next job or in none.
+// One thread's share of a job: (next chunk << 32 | end). What a claim reads of the job was written before the share,
+// and stays until the claimed chunk is done, so a thread that woke too late takes part in the next job or in none.
 struct alignas(64) Share {
     std::atomic<uint64_t> chunks{0};
 };
@@ -59,7 +59,8 @@ thread_local bool inside_work = false;
 void run_share(Pool& p, Share& share) {
     uint64_t chunks = share.chunks.load(std::memory_order_acquire);
     while (chunks >> 32 < (chunks & 0xffffffffu)) {
-        if (!share.chunks.compare_exchange_weak(chunks, chunks + (uint64_t{1} << 32), std::memory_order_acq_rel)) continue;
+        const uint64_t after = chunks + (uint64_t{1} << 32);
+        if (!share.chunks.compare_exchange_weak(chunks, after, std::memory_order_acq_rel)) continue;
         const int64_t count = p.count.load(std::memory_order_relaxed), grain = p.grain.load(std::memory_order_relaxed);
         const int64_t begin = static_cast<int64_t>(chunks >> 32) * grain;
         p.work.load(std::memory_order_relaxed)(p.context.load(std::memory_order_relaxed), begin,
@@ -77,7 +78,8 @@ void run_shares(Pool& p, int first) {
 // Returns the number of a job that is not `seen`, once there is one and this worker is wanted.
 uint64_t wait_for_job(Pool& p, uint64_t seen, int index) {
     const auto fresh = [&] {
-        return p.job.load(std::memory_order_acquire) != seen && index < p.wanted_workers.load(std::memory_order_relaxed);
+        const bool wanted = index < p.wanted_workers.load(std::memory_order_relaxed);
+        return wanted && p.job.load(std::memory_order_acquire) != seen;
     };
     const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
     while (std::chrono::steady_clock::now() < deadline) {
@@ -150,8 +152,9 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
     p.unfinished.store(chunks, std::memory_order_relaxed);
     p.num_shares.store(thread_count, std::memory_order_relaxed);
     for (int64_t i = 0; i < thread_count; ++i) {
-        const int64_t begin = chunks * i / thread_count, end = chunks * (i + 1) / thread_count;
-        p.shares[i].chunks.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_release);
+        const auto begin = static_cast<uint64_t>(chunks * i / thread_count);
+        const auto end = static_cast<uint64_t>(chunks * (i + 1) / thread_count);
+        p.shares[i].chunks.store(begin << 32 | end, std::memory_order_release);
     }
     p.job.fetch_add(1, std::memory_order_seq_cst);
     if (p.sleeping.load(std::memory_order_seq_cst) > 0) {

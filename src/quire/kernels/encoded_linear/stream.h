@@ -96,7 +96,9 @@ inline void stream_rows(Stored s, const StreamInput& input) {
                     int32_t four;
                     std::memcpy(&four, x[row]->values + quad * 4, sizeof four);
                     const __m512i columns = _mm512_set1_epi32(four);
-                    for (int i = 0; i < kBlocks; ++i) ints[row][i] = _mm512_dpbusd_epi32(ints[row][i], codes[i], columns);
+                    for (int i = 0; i < kBlocks; ++i) {
+                        ints[row][i] = _mm512_dpbusd_epi32(ints[row][i], codes[i], columns);
+                    }
                 }
             }
             for (int i = 0; i < kBlocks; ++i) {
