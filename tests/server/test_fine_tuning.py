@@ -96,7 +96,7 @@ def test_jobs_train_and_are_served(start, tmp_path):
         for m in (done.fine_tuned_model, f"ft:{BASE}:mine")
     ]
     assert texts[0] == texts[1]
-    _fails(client)
+    _fails(client, folder)
 
 
 def _finishes(server, client, job_id):
@@ -159,15 +159,19 @@ def _refusals(client, file_id):
         client.fine_tuning.jobs.retrieve("ftjob-none")
 
 
-def _fails(client):
+def _fails(client, folder):
     file = client.files.create(file=("bad.jsonl", lines(3) + b"{\n"), purpose="fine-tune")
-    job = client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
+    job = client.fine_tuning.jobs.create(
+        model=BASE, training_file=file.id, hyperparameters={"qlora": False, "gradient_checkpointing": False}
+    )
     queued = client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
     assert client.fine_tuning.jobs.cancel(queued.id).status == "cancelled"
     with pytest.raises(
         openai.BadRequestError, match="is cancelled: only queued or running or paused jobs take cancel"
     ):
         client.fine_tuning.jobs.cancel(queued.id)
+    settings = json.loads((folder / "fine_tuning" / job.id / "settings.json").read_text())
+    assert settings["qlora"] is False  # `false` is a choice: auto is another
     failed = wait(client, job.id, "failed")
     assert "1 of 4 lines cannot be trained: line 4 is no JSON" in failed.error.message
     assert len(client.fine_tuning.jobs.list(limit=2).data) == 2
