@@ -39,13 +39,11 @@ def full_training(num_parameters: int, ranks: int) -> tuple[StageMemory, ...]:
     )
 
 
-def lora_training(
-    base_bytes: float, trained: int, ranks: int, state_bytes: float = 8.0
-) -> tuple[StageMemory, ...]:
-    """A frozen base and `trained` float32 parameters; `state_bytes` of AdamW for each: 8, or about 2 in 8 bits."""
+def lora_training(base_bytes: float, trained: int, ranks: int) -> tuple[StageMemory, ...]:
+    """A frozen base and `trained` float32 parameters, with states of AdamW in 32 bits."""
     stages = []
     for stage in STAGES:
-        parts = trained_bytes(stage, ranks, trained, base_bytes, state_bytes)
+        parts = trained_bytes(stage, ranks, trained, base_bytes)
         stages.append(
             StageMemory(stage, parts["base"] + parts["parameters"], parts["gradients"], parts["optimizer"])
         )
