@@ -183,6 +183,24 @@ def test_a_full_disk_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, m
     assert kept == ["step-000004"]
 
 
+def test_a_full_disk_at_the_adapter_leaves_no_half_of_it(tiny, data, finished, tmp_path, monkeypatch):
+    own = training.save_file
+
+    def full(tensors, path):
+        if path.parent == tmp_path / "mine":
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        own(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_file", full)
+        with pytest.raises(TrainingError, match=r"the adapter cannot be written .*No space.*step-000015$"):
+            finetune(job(tiny, data, tmp_path / "mine"))
+    assert finetune(job(tiny, data, tmp_path / "mine")) == FINISHED
+    mine, its = weights(tmp_path / "mine"), weights(finished)
+    assert all(torch.equal(mine[name], its[name]) for name in its)
+
+
 def test_a_folder_of_another_run_is_refused(tiny, data, finished, tmp_path):
     with pytest.raises(ConfigError, match="holds a finished adapter"):
         finetune(job(tiny, data, finished))

@@ -20,7 +20,7 @@ from quire.core.errors import ConfigError, TrainingError
 from quire.train.examples import Item, packed
 from quire.train.model import TrainedModel
 from quire.train.optimizer import AdamW, rate_at
-from quire.train.run_files import RunFiles, write_json
+from quire.train.run_files import PART, RunFiles, write_json
 from quire.train.settings import BITS, DPO, FINISHED, STOPPED, TrainSettings
 from quire.train.zero import StateShards
 
@@ -100,7 +100,13 @@ class Trainer:
                 self._save()
         self.shards.gather()
         if self.shards.rank == 0:
-            save_adapter(self.folder, self.model.parameters.tensors(), self._config)
+            try:
+                save_adapter(self.folder, self.model.parameters.tensors(), self._config)
+            except Exception as error:  # safetensors has errors of its own for a full disk
+                raise TrainingError(
+                    f"the adapter cannot be written to {self.folder} ({error}): free some space and run again; "
+                    f"{self.checkpoints.last_good()}"
+                ) from error
         self.shards.barrier()
         return FINISHED
 
@@ -243,10 +249,12 @@ class Trainer:
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """A folder that PEFT and `--lora-modules` load."""
+    """A folder that PEFT and `--lora-modules` load. The weights appear last, and whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     write_json(folder / ADAPTER_CONFIG_FILE, config)
+    beside = folder / f"{WEIGHTS}{PART}"
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, beside)
+    beside.replace(folder / WEIGHTS)
 
 
 def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
