@@ -50,13 +50,11 @@ def lora_training(base_bytes: float, trained: int, ranks: int) -> tuple[StageMem
     return tuple(stages)
 
 
-def trained_bytes(
-    stage: int, ranks: int, trained: int, base_bytes: float, state_bytes: float = 8.0
-) -> dict[str, float]:
+def trained_bytes(stage: int, ranks: int, trained: int, base_bytes: float) -> dict[str, float]:
     """What one rank of `quire finetune` keeps between steps."""
     return {
         "parameters": SINGLE * trained / (ranks if stage >= 3 else 1),
         "gradients": SINGLE * trained / (ranks if stage >= 2 else 1),
-        "optimizer": state_bytes * trained / (ranks if stage >= 1 else 1),
+        "optimizer": 2 * SINGLE * trained / (ranks if stage >= 1 else 1),
         "base": base_bytes / (ranks if stage >= 3 else 1),
     }
