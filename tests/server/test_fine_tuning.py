@@ -1,5 +1,6 @@
 """/v1/fine_tuning/jobs with OpenAI's client: a job trains in its own process, outlives the server, and is served."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.server.fine_tuning.jobs import MAX_STARTS, Job, Jobs
 from quire.server.settings import ServerSettings
 from tests.server.running import PATIENCE, RunningServer
 from tests.train.conftest import make_model
@@ -67,6 +69,19 @@ def start(start_server, tmp_path):
 def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
     with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
         ServerSettings(train_share=share)
+
+
+def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
+    jobs = Jobs(tmp_path, 1, None)
+    job = Job(
+        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
+        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, num_starts=MAX_STARTS,
+    )  # fmt: skip
+    jobs.folder(job).mkdir()
+    (jobs.folder(job) / "log.txt").write_text("data      4 examples\nMemoryError\n\n")
+    asyncio.run(jobs._take_result(job))
+    assert job.status == "failed"
+    assert job.error.endswith("killed 3 times without a new step; the last line of its log: MemoryError")
 
 
 def test_jobs_train_and_are_served(start, tmp_path):
