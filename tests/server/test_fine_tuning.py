@@ -1,5 +1,6 @@
 """/v1/fine_tuning/jobs with OpenAI's client: a job trains in its own process, outlives the server, and is served."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.server.fine_tuning.jobs import MAX_STARTS, Job, Jobs
 from quire.server.settings import ServerSettings
 from tests.server.running import PATIENCE, RunningServer
 from tests.train.conftest import make_model
@@ -69,6 +71,19 @@ def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
         ServerSettings(train_share=share)
 
 
+def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
+    jobs = Jobs(tmp_path, 1, None)
+    job = Job(
+        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
+        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, num_starts=MAX_STARTS,
+    )  # fmt: skip
+    jobs.folder(job).mkdir()
+    (jobs.folder(job) / "log.txt").write_text("data      4 examples\nMemoryError\n\n")
+    asyncio.run(jobs._take_result(job))
+    assert job.status == "failed"
+    assert job.error.endswith("killed 3 times without a new step; the last line of its log: MemoryError")
+
+
 def test_jobs_train_and_are_served(start, tmp_path):
     server, folder = start(), tmp_path / "data"
     client = server.client()
@@ -96,7 +111,7 @@ def test_jobs_train_and_are_served(start, tmp_path):
         for m in (done.fine_tuned_model, f"ft:{BASE}:mine")
     ]
     assert texts[0] == texts[1]
-    _fails(client)
+    _fails(client, folder)
 
 
 def _finishes(server, client, job_id):
@@ -159,15 +174,19 @@ def _refusals(client, file_id):
         client.fine_tuning.jobs.retrieve("ftjob-none")
 
 
-def _fails(client):
+def _fails(client, folder):
     file = client.files.create(file=("bad.jsonl", lines(3) + b"{\n"), purpose="fine-tune")
-    job = client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
+    job = client.fine_tuning.jobs.create(
+        model=BASE, training_file=file.id, hyperparameters={"qlora": False, "gradient_checkpointing": False}
+    )
     queued = client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
     assert client.fine_tuning.jobs.cancel(queued.id).status == "cancelled"
     with pytest.raises(
         openai.BadRequestError, match="is cancelled: only queued or running or paused jobs take cancel"
     ):
         client.fine_tuning.jobs.cancel(queued.id)
+    settings = json.loads((folder / "fine_tuning" / job.id / "settings.json").read_text())
+    assert settings["qlora"] is False  # `false` is a choice: auto is another
     failed = wait(client, job.id, "failed")
     assert "1 of 4 lines cannot be trained: line 4 is no JSON" in failed.error.message
     assert len(client.fine_tuning.jobs.list(limit=2).data) == 2

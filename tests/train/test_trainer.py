@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, TrainingError
 from quire.train import trainer as training
-from quire.train.finetune import FinetuneJob, finetune
-from quire.train.run_files import Checkpoints, RunLog
+from quire.train.finetune import FinetuneJob, finetune, prepare
+from quire.train.run_files import Checkpoints, RunFiles, RunLog
 from quire.train.settings import FINISHED, STOPPED, TrainSettings
 
 SETTINGS = TrainSettings(
@@ -127,6 +127,27 @@ def test_qlora_ends_near_lora(tiny, data, tmp_path, tmp_path_factory):
     assert ends[1] == pytest.approx(ends[0], rel=0.05)
 
 
+def test_a_base_in_4_bits_trains_over_its_own_blocks_and_not_as_plain_lora(data, tmp_path):
+    changes = {"epochs": 1, "batch_size": 20, "validation_split": 0.0, "batch_tokens": 1000}
+    plain = replace(job(Path(), data, tmp_path / "plain", qlora=False, **changes), model=None)
+    with pytest.raises(
+        ConfigError,
+        match=r"has 5 bits a weight, and plain LoRA needs 8 or more: use --qlora .* full-precision",
+    ):
+        finetune(plain)
+    assert not plain.output.exists()
+    auto = replace(plain, output=tmp_path / "auto", settings=replace(plain.settings, qlora=None))
+    shown = []
+    assert finetune(auto, on_line=shown.append) == FINISHED
+    assert "frozen weights in the checkpoint's gguf-q4_1" in shown[1]
+    assert "QLoRA is on: SmolLM2-135M-Instruct has 5 bits a weight" in shown[2]
+    said = RunFiles(auto.output).log.read()[0]
+    assert (said["type"], said["level"], f"qlora     {said['message']}") == ("message", "info", shown[2])
+    stage_3 = replace(auto, output=tmp_path / "zero", zero_stage=3, world=2)
+    with pytest.raises(ConfigError, match=r"ZeRO stage 3 .* is in 4 bits .*choose --zero-stage 2"):
+        prepare(stage_3, torch.device("cpu"))
+
+
 def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, monkeypatch):
     own = training.Trainer._backward
 
@@ -160,6 +181,24 @@ def test_a_full_disk_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, m
         finetune(job(tiny, data, tmp_path / "mine"))
     kept = [path.name for path in (tmp_path / "mine" / "training" / "checkpoints").iterdir()]
     assert kept == ["step-000004"]
+
+
+def test_a_full_disk_at_the_adapter_leaves_no_half_of_it(tiny, data, finished, tmp_path, monkeypatch):
+    own = training.save_file
+
+    def full(tensors, path):
+        if path.parent == tmp_path / "mine":
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        own(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_file", full)
+        with pytest.raises(TrainingError, match=r"the adapter cannot be written .*No space.*step-000015$"):
+            finetune(job(tiny, data, tmp_path / "mine"))
+    assert finetune(job(tiny, data, tmp_path / "mine")) == FINISHED
+    mine, its = weights(tmp_path / "mine"), weights(finished)
+    assert all(torch.equal(mine[name], its[name]) for name in its)
 
 
 def test_a_folder_of_another_run_is_refused(tiny, data, finished, tmp_path):

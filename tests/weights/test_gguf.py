@@ -266,7 +266,7 @@ def test_blocks_of_known_kinds_stay_in_the_bytes_of_the_file(tmp_path: Path, kin
     assert isinstance(found, Encoded)
     assert found.scheme == source.encodings["lm_head.weight"].scheme
     assert found.parts["blocks"].flatten().tolist() == raw.flatten().tolist()
-    assert found.bits == 8 * size / block
+    assert found.bits == source.min_bits == 8 * size / block
 
 
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:

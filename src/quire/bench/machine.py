@@ -173,13 +173,12 @@ def _cpu_flags() -> set[str]:
 PROBE_BYTES = 256 << 20  # more than most caches hold
 PROBE_SECONDS = 0.4
 PROBE_COLUMNS = 4096
-PROBE_SIDE = 1024  # of the square matrices of the GEMM
 
 
 def cpu_read_rate() -> float:
     """Bytes per second of a GEMV, the work of a decode step: the best of many with torch's kernel and the engine's."""
     matrix, vector = torch.ones(PROBE_BYTES // 4 // PROBE_COLUMNS, PROBE_COLUMNS), torch.ones(PROBE_COLUMNS)
-    rate = PROBE_BYTES / _best(lambda: matrix @ vector)
+    rate = PROBE_BYTES / best_seconds(lambda: matrix @ vector)
     kernel = choose("int8_linear", torch.device("cpu"))
     if kernel.__name__.endswith(REFERENCE):
         return rate
@@ -190,22 +189,10 @@ def cpu_read_rate() -> float:
     )  # pages that were never written are not read
     scales, sums = torch.ones(num_rows), torch.full((num_rows,), PROBE_COLUMNS, dtype=torch.int32)
     row, out = torch.ones(1, PROBE_COLUMNS), torch.empty(1, num_rows)
-    return max(rate, PROBE_BYTES / _best(lambda: kernel.linear(row, packed, scales, sums, out=out)))
+    return max(rate, PROBE_BYTES / best_seconds(lambda: kernel.linear(row, packed, scales, sums, out=out)))
 
 
-def cpu_copy_rate() -> float:
-    """Bytes per second of a copy in memory: the best of many."""
-    source, target = torch.ones(PROBE_BYTES // 4), torch.empty(PROBE_BYTES // 4)
-    return PROBE_BYTES / _best(lambda: target.copy_(source))
-
-
-def cpu_gemm_rate() -> float:
-    """Float32 operations per second of a GEMM: the best of many."""
-    left, right = torch.ones(PROBE_SIDE, PROBE_SIDE), torch.ones(PROBE_SIDE, PROBE_SIDE)
-    return 2 * PROBE_SIDE**3 / _best(lambda: left @ right)
-
-
-def _best(work: Callable[[], object]) -> float:
+def best_seconds(work: Callable[[], object]) -> float:
     """Seconds of the fastest call within PROBE_SECONDS."""
     work()  # the first touch is slower
     best, ends = float("inf"), time.perf_counter() + PROBE_SECONDS

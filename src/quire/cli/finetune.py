@@ -80,9 +80,8 @@ def add_arguments(parser: Parser) -> None:
         "--target-modules", dest="targets", action=Collect, nargs="+", metavar="NAME", help=modules
     )
     group = parser.group("memory")
-    group.add_argument(
-        "--qlora", action="store_true", default=None, help="the base in 4 bits: NF4, or its own blocks"
-    )
+    text = "the base in 4 bits: NF4, or its own blocks (default: where the checkpoint has fewer than 8 bits)"
+    group.add_argument("--qlora", action=argparse.BooleanOptionalAction, help=text)
     text = "keep only the inputs of layers for the backward pass"
     group.add_argument(
         "--gradient-checkpointing", dest="recompute", action="store_true", default=None, help=text

@@ -219,11 +219,6 @@ class Linear(Adaptable):
             return None
         return self._matrix.normed(x, norm.weight, norm.eps, silu_mul=silu_mul)
 
-    def load_rows(self, first_row: int, rows: Tensor) -> None:
-        """Fills the weight from `first_row` on; rows [n, columns] in any float type."""
-        check_shape(rows, (rows.shape[0], self._matrix.num_columns))
-        self._matrix.load_rows(first_row, rows)
-
     def loaders(
         self, name: str, first_row: int = 0, num_rows: int | None = None, transposed: bool = False
     ) -> dict[str, Loader]:

@@ -76,7 +76,7 @@ class CodeBook(Scheme):
         if not self.nested:
             return parts["absmax"]
         index = parts["absmax"]
-        values = _dynamic_map(index.device)[index.long()]
+        values = signed_map(index.device)[index.long()]
         entry = torch.arange(index.numel(), device=index.device).view(index.shape)
         return values * parts["nested"].flatten()[entry // NESTED_BLOCK] + parts["offset"]
 
@@ -110,7 +110,7 @@ def nest(absmax: Tensor) -> dict[str, Tensor]:
     flat = (absmax - offset).flatten()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     scales = padded.abs().amax(1)
-    index = nearest(_dynamic_map(absmax.device), padded * inverse(scales)[:, None])
+    index = nearest(signed_map(absmax.device), padded * inverse(scales)[:, None])
     return {
         "absmax": index.flatten()[: flat.numel()].view(absmax.shape),
         "nested": nested_shape(scales, (absmax.shape[0], absmax.shape[1])),
@@ -131,5 +131,6 @@ def _table(code: str, device: torch.device) -> Tensor:
 
 
 @cache
-def _dynamic_map(device: torch.device) -> Tensor:
+def signed_map(device: torch.device) -> Tensor:
+    """256 steps from -1 to 1, close to each other near 0."""
     return torch.tensor(dynamic_map(), device=device)

@@ -79,11 +79,6 @@ class Int4(Scheme):
         return super().cut_columns(parts, shape, first, last)
 
 
-def largest_group(num_columns: int) -> int | None:
-    """The group size for rows of this length; None where none divides them."""
-    return next((group for group in GROUPS if num_columns % group == 0), None)
-
-
 def pack(q: Tensor) -> Tensor:
     """uint8 [n, K] of 0 .. 15 -> [n, K / 2], even columns in the low half."""
     return q[:, 0::2] | (q[:, 1::2] << 4)

@@ -66,9 +66,9 @@ def _equal(present: Value, value: Value) -> bool:
     return float(present) == float(value)
 
 
-def parse_filter(content: Any, path: str = "filters") -> Comparison | CompoundFilter:
-    """The filter that this JSON describes. ValueError names the field that is wrong, from `path` on."""
-    return _Parser().parse(content, path, 1)
+def parse_filter(content: Any) -> Comparison | CompoundFilter:
+    """The filter that this JSON describes. ValueError names the field that is wrong."""
+    return _Parser().parse(content, "filters", 1)
 
 
 class _Parser:
@@ -114,18 +114,18 @@ def _comparison(content: Mapping[str, Any], kind: str, path: str) -> Comparison:
     return Comparison(kind, key, (_value(value, f"{path}.value"),))
 
 
-def check_attributes(content: Any, path: str = "attributes") -> dict[str, Value]:
+def check_attributes(content: Any) -> dict[str, Value]:
     """Attributes as they are kept: up to 16 texts, numbers and bools. ValueError names the field that is wrong."""
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} is {_shown(content)}: give an object")
+        raise ValueError(f"attributes is {_shown(content)}: give an object")
     if len(content) > MAX_ATTRIBUTES:
         raise ValueError(
-            f"{path} has {len(content)} entries, and {MAX_ATTRIBUTES} are allowed: leave some out"
+            f"attributes has {len(content)} entries, and {MAX_ATTRIBUTES} are allowed: leave some out"
         )
     for key in content:
         if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY:
-            raise ValueError(f"{path} has the key {_shown(key)}: give 1 to {MAX_KEY} characters")
-    return {key: _value(value, f"{path}.{key}") for key, value in content.items()}
+            raise ValueError(f"attributes has the key {_shown(key)}: give 1 to {MAX_KEY} characters")
+    return {key: _value(value, f"attributes.{key}") for key, value in content.items()}
 
 
 def _value(value: Any, path: str) -> Value:

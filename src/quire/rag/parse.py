@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quire.core.errors import QuireError
-from quire.rag.parse_limits import ParseLimits as ParseLimits
-from quire.rag.parsers import FileProblem, parse
+from quire.rag.parsers import FileProblem, ParseLimits, parse
 
 START_SECONDS = 30.0
 USUAL_LIMITS = ParseLimits()

@@ -11,13 +11,12 @@ import json
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import PurePath
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
-
-from quire.rag.parse_limits import ParseLimits
 
 PAGE_END = "\f"
 _HTML = (".html", ".htm", ".xhtml")
@@ -31,6 +30,17 @@ _KNOWN_BINARY = (
     ".doc", ".ppt", ".pptx", ".xls", ".xlsx", ".odt", ".rtf", ".epub", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".mp3",
     ".mp4", ".wav", ".zip", ".gz", ".tar", ".7z", ".exe", ".so", ".dll", ".bin", ".parquet", ".sqlite",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ParseLimits:
+    """Of one parse."""
+
+    seconds: float = 10.0
+    memory_bytes: int = 512 << 20  # of address space, the interpreter's own included
+    max_pages: int = 2000
+    max_characters: int = 20_000_000  # about OpenAI's 5 million tokens
+    max_expanded_bytes: int = 128 << 20  # of a compressed file's text
 
 
 class FileProblem(Exception):

@@ -26,6 +26,7 @@ from quire.server.service import Service
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,
+    call_input,
     string_field,
     translated_chat,
     translated_prompt,
@@ -164,7 +165,7 @@ class MessageBuilder:
         if self._open is None:
             return []
         if self._call_index is not None:
-            self._open["input"] = _parsed(self._arguments)
+            self._open["input"] = call_input(self._arguments)
         self._open = self._call_index = None
         return [{"type": "content_block_stop", "index": len(self.message["content"]) - 1}]
 
@@ -186,15 +187,6 @@ def message_usage(usage: Usage) -> MessageUsage:
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
     }
-
-
-def _parsed(arguments: str) -> dict[str, Any]:
-    """A call's input. Arguments that a limit cut off, or that are no object, are shown as they are."""
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
 
 
 # ---------------------------------------------------------------------- requests

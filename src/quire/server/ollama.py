@@ -27,7 +27,7 @@ from quire.server.protocol.base import Usage
 from quire.server.reply import EventStream, JsonReply
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
-from quire.server.translation import TranslatedEvents, build_whole, string_field, translated_chat
+from quire.server.translation import TranslatedEvents, build_whole, call_input, string_field, translated_chat
 from quire.text.encoder_texts import with_prompt
 from quire.text.prompts import as_list
 
@@ -288,7 +288,7 @@ class AnswerBuilder:
         now = time.perf_counter_ns()
         first = self._first or now
         calls = [
-            {"function": {"name": call["name"], "arguments": _object(call["arguments"])}}
+            {"function": {"name": call["name"], "arguments": call_input(call["arguments"])}}
             for _, call in sorted(self._calls.items())
         ]
         before = [self._record("", "", calls)] if calls else []
@@ -329,14 +329,6 @@ class LineStream(EventStream):
 
     media_type = "application/x-ndjson"
     keeps_alive = False
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
 
 
 def _loaded(service: Service, name: str, empty: dict[str, Any]) -> Response:

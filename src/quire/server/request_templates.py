@@ -41,9 +41,8 @@ class Rendering:
 class RequestTemplates:
     """A template that loops, grows or crashes costs its own request (400) and one worker process."""
 
-    def __init__(self, seconds: float = SECONDS, max_characters: int = MAX_CHARACTERS) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._max_characters = max_characters
         self._idle: list[asyncio.subprocess.Process] = []
         self._room = asyncio.Semaphore(NUM_WORKERS)
         self._num_waiting = 0
@@ -114,11 +113,11 @@ class RequestTemplates:
             "-m",
             "quire.server.template_worker",
             str(self._seconds),
-            str(self._max_characters),
+            str(MAX_CHARACTERS),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            limit=12 * self._max_characters + 1000,  # a character takes up to twelve bytes in JSON
+            limit=12 * MAX_CHARACTERS + 1000,  # a character takes up to twelve bytes in JSON
             env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
         )
 

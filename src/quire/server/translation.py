@@ -1,5 +1,6 @@
 """Chats on behalf of endpoints that speak another API: their fields in, their events and field names out."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -140,3 +141,12 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 def _logprobs(choice: Mapping[str, Any]) -> Sequence[Any]:
     logprobs = choice.get("logprobs")
     return logprobs["content"] if logprobs else ()
+
+
+def call_input(arguments: str) -> dict[str, Any]:
+    """A call's input. Arguments that a limit cut off, or that are no object, are shown as they are."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}

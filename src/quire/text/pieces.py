@@ -63,6 +63,12 @@ class PieceParser:
         self.rest = self.rest[cut:]
         return start >= 0
 
+    def show_rest(self) -> bool:
+        """A state in which all text is the answer's."""
+        self.pieces.append(Content(self.rest))
+        self.rest = ""
+        return False
+
     def taken(self) -> list[Piece]:
         pieces, self.pieces = self.pieces, []
         return merged(pieces)

@@ -26,7 +26,7 @@ class ThinkParser(PieceParser):
         return self._inside or text.lstrip().startswith(OPEN)
 
     def feed(self, text: str) -> list[Piece]:
-        if self.state == self._answer:
+        if self.state == self.show_rest:
             return [Content(text)] if text else []
         return super().feed(text)
 
@@ -50,7 +50,7 @@ class ThinkParser(PieceParser):
         elif self._inside:
             self.state = self._first_thought
         else:
-            self.state = self._answer
+            self.state = self.show_rest
         return True
 
     def _first_thought(self) -> bool:
@@ -69,13 +69,8 @@ class ThinkParser(PieceParser):
     def _behind(self) -> bool:
         self.rest = self.rest.lstrip()
         if self.rest:
-            self.state = self._answer
+            self.state = self.show_rest
         return bool(self.rest)
-
-    def _answer(self) -> bool:
-        self.pieces.append(Content(self.rest))
-        self.rest = ""
-        return False
 
 
 def reasoning_parser(name: str, prompt: str | None) -> ThinkParser | None:

@@ -24,6 +24,7 @@ from quire.train.examples import ExampleReader, Item
 from quire.train.frozen import FrozenFormat, Store, keep, store_nf4
 from quire.train.lora import LoraParameters
 from quire.train.model import TrainedModel, check_trainable
+from quire.train.run_files import RunFiles
 from quire.train.settings import TrainSettings
 from quire.train.trainer import OnStep, Trainer
 from quire.train.zero import ShardedWeight, end_ranks, start_ranks
@@ -31,6 +32,7 @@ from quire.weights.open import open_source
 from quire.weights.source import Source
 from quire.weights.wheel import Progress
 
+QLORA_BITS = 8  # a base with fewer is trained by QLoRA only
 MAX_CONTEXT = 4096  # tokens of an example, unless the settings say more
 OnLine = Callable[[str], None]
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt
@@ -114,12 +116,20 @@ def prepare(
     source = open_source(job.model, progress=progress)
     config = describe(source.config)
     check_trainable(config)
-    settings = replace(job.settings, max_length=_max_length(job.settings, config))
+    settings = replace(
+        job.settings, max_length=_max_length(job.settings, config), qlora=_qlora(job.settings, source)
+    )
     items, held_out = _read(job, settings, source, config)
     on_line(
         f"data      {len(items):,} examples to train, {len(held_out):,} held out, {_tokens(items):,} tokens"
     )
     model = _load(job, settings, source, config, device, on_line)
+    if settings.qlora and job.settings.qlora is None:
+        why = f"QLoRA is on: {source.name} has {source.min_bits:g} bits a weight, and trains as it is"
+        on_line(f"qlora     {why}")
+        log = RunFiles(job.output).log
+        if job.rank == 0 and not log.read():  # a run that goes on has said it
+            log.say(why)
     num_parameters = sum(math.prod(loader.shape) for loader in model.model.loaders().values())
     settings = settings.resolved(len(items), num_parameters, device.type != "cpu")
     parameters = LoraParameters(settings.rank, settings.alpha or 1.0, settings.dropout)
@@ -168,6 +178,17 @@ def _max_length(settings: TrainSettings, config: ModelConfig) -> int:
             f"--max-length {settings.max_length} is more than the model's context of {config.max_position}: lower it"
         )
     return settings.max_length or min(config.max_position, MAX_CONTEXT)
+
+
+def _qlora(settings: TrainSettings, source: Source) -> bool:
+    """ConfigError where the checkpoint has too few bits for the plain LoRA that was asked for."""
+    has_few = source.min_bits < QLORA_BITS
+    if has_few and settings.qlora is False:
+        raise ConfigError(
+            f"{source.name} has {source.min_bits:g} bits a weight, and plain LoRA needs {QLORA_BITS} or more: use "
+            "--qlora (qlora: true), or give a full-precision checkpoint as --model"
+        )
+    return has_few if settings.qlora is None else settings.qlora
 
 
 def _read(
@@ -219,10 +240,11 @@ def _load(
     if job.zero_stage == 3 and job.world > 1:
         if settings.qlora:
             raise ConfigError(
-                "--qlora and ZeRO stage 3 both store the base in a form of their own: choose one"
+                "ZeRO stage 3 divides a base in full precision, and this one is in 4 bits (--qlora): choose "
+                "--zero-stage 2, or a full-precision checkpoint without --qlora"
             )
         store = store_table = partial(ShardedWeight, rank=job.rank, world=job.world)
-    number_format = FrozenFormat(dtype, device, store, store_table, keeps_encoded=settings.qlora)
+    number_format = FrozenFormat(dtype, device, store, store_table, keeps_encoded=bool(settings.qlora))
     assert settings.max_length is not None
     model = TrainedModel(config, number_format, device, settings.max_length)
     model.load(source)

@@ -39,26 +39,22 @@ def full_training(num_parameters: int, ranks: int) -> tuple[StageMemory, ...]:
     )
 
 
-def lora_training(
-    base_bytes: float, trained: int, ranks: int, state_bytes: float = 8.0
-) -> tuple[StageMemory, ...]:
-    """A frozen base and `trained` float32 parameters; `state_bytes` of AdamW for each: 8, or about 2 in 8 bits."""
+def lora_training(base_bytes: float, trained: int, ranks: int) -> tuple[StageMemory, ...]:
+    """A frozen base and `trained` float32 parameters, with states of AdamW in 32 bits."""
     stages = []
     for stage in STAGES:
-        parts = trained_bytes(stage, ranks, trained, base_bytes, state_bytes)
+        parts = trained_bytes(stage, ranks, trained, base_bytes)
         stages.append(
             StageMemory(stage, parts["base"] + parts["parameters"], parts["gradients"], parts["optimizer"])
         )
     return tuple(stages)
 
 
-def trained_bytes(
-    stage: int, ranks: int, trained: int, base_bytes: float, state_bytes: float = 8.0
-) -> dict[str, float]:
+def trained_bytes(stage: int, ranks: int, trained: int, base_bytes: float) -> dict[str, float]:
     """What one rank of `quire finetune` keeps between steps."""
     return {
         "parameters": SINGLE * trained / (ranks if stage >= 3 else 1),
         "gradients": SINGLE * trained / (ranks if stage >= 2 else 1),
-        "optimizer": state_bytes * trained / (ranks if stage >= 1 else 1),
+        "optimizer": 2 * SINGLE * trained / (ranks if stage >= 1 else 1),
         "base": base_bytes / (ranks if stage >= 3 else 1),
     }

@@ -81,9 +81,9 @@ class TrainedModel:
         if recompute:
             self.model.stack[:-1] = [cast(Any, RecomputedLayer(layer)) for layer in self.model.stack[:-1]]
 
-    def loss(self, examples: Sequence[Example], adapted: bool = True) -> Tensor:
+    def loss(self, examples: Sequence[Example]) -> Tensor:
         """The sum of the cross entropies of all labels of these sequences, computed as one packed batch."""
-        return self.losses(examples, adapted).sum()
+        return self.losses(examples).sum()
 
     def losses(self, examples: Sequence[Example], adapted: bool = True) -> Tensor:
         """As `loss`, of each sequence [len(examples)]. `adapted=False`: of the base model."""

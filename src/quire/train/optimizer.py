@@ -7,16 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quire.kernels.encoded_linear.books import dynamic_map
-from quire.quant.codebook import nearest
+from quire.quant.codebook import nearest, signed_map
 
 BLOCK = 256  # numbers that share a scale
 CHUNK = 1 << 24  # numbers updated at a time: bounds the float32 copies
-
-
-@cache
-def _signed(device: torch.device) -> Tensor:
-    return torch.tensor(dynamic_map(), device=device)
 
 
 @cache
@@ -70,7 +64,7 @@ class Moments:
         self.parts["scales"][blocks].copy_(scales)
 
     def _table(self, device: torch.device) -> Tensor:
-        return _signed(device) if self._signed else _positive(device)
+        return signed_map(device) if self._signed else _positive(device)
 
 
 class AdamW:

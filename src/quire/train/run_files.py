@@ -4,6 +4,7 @@ reads them too."""
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,12 @@ class RunLog:
         self._path.write_text("".join(json.dumps(event) + "\n" for event in kept))
 
     def add(self, event: Mapping[str, Any]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+
+    def say(self, message: str, level: str = "info") -> None:
+        self.add({"type": "message", "created_at": int(time.time()), "level": level, "message": message})
 
     def read(self) -> list[dict[str, Any]]:
         """A last line that a crash cut off is left out."""

@@ -40,7 +40,7 @@ class TrainSettings:
     weight_decay: float = 0.0
     optimizer: str = "adamw"
     recompute: bool = False  # activation checkpointing
-    qlora: bool = False
+    qlora: bool | None = None  # auto: where the checkpoint has fewer than 8 bits a weight
     beta: float = 0.1  # of DPO
     max_length: int | None = None  # tokens of an example; auto: the model's context, at most 4,096
     validation_split: float = 0.1

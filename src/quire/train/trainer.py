@@ -4,23 +4,23 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.adapters.peft import WEIGHTS
+from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import ConfigError, TrainingError
-from quire.train.checkpoint import load_tensors, save_adapter
 from quire.train.examples import Item, packed
 from quire.train.model import TrainedModel
 from quire.train.optimizer import AdamW, rate_at
-from quire.train.run_files import RunFiles
+from quire.train.run_files import PART, RunFiles, write_json
 from quire.train.settings import BITS, DPO, FINISHED, STOPPED, TrainSettings
 from quire.train.zero import StateShards
 
@@ -100,7 +100,13 @@ class Trainer:
                 self._save()
         self.shards.gather()
         if self.shards.rank == 0:
-            save_adapter(self.folder, self.model.parameters.tensors(), self._config)
+            try:
+                save_adapter(self.folder, self.model.parameters.tensors(), self._config)
+            except Exception as error:  # safetensors has errors of its own for a full disk
+                raise TrainingError(
+                    f"the adapter cannot be written to {self.folder} ({error}): free some space and run again; "
+                    f"{self.checkpoints.last_good()}"
+                ) from error
         self.shards.barrier()
         return FINISHED
 
@@ -240,6 +246,24 @@ class Trainer:
             self.optimizer.load(states, self.step)
         if self.shards.rank == 0:
             self.log.rewind(self.step)
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """A folder that PEFT and `--lora-modules` load. The weights appear last, and whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / ADAPTER_CONFIG_FILE, config)
+    beside = folder / f"{WEIGHTS}{PART}"
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, beside)
+    beside.replace(folder / WEIGHTS)
+
+
+def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
+    try:
+        return load_file(path, device=str(device))
+    except Exception as error:
+        raise TrainingError(
+            f"{path} cannot be read ({error}): delete its folder, and an earlier one serves"
+        ) from error
 
 
 def _identity(settings: TrainSettings, items: Sequence[Item], config: dict[str, Any]) -> str:

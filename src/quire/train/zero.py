@@ -6,7 +6,6 @@ here the trained numbers are one flat vector, and models are no modules.
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,6 +154,6 @@ def start_ranks(rank: int, world: int, address: str, device: torch.device) -> No
     dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world)
 
 
-def end_ranks(_: Any = None) -> None:
+def end_ranks() -> None:
     with suppress(Exception):
         dist.destroy_process_group()

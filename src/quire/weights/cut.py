@@ -26,6 +26,7 @@ class CutSource:
         self.fingerprint = f"{source.fingerprint} rank {cut.rank} of {cut.size}{stage}"
         self.num_tensors = source.num_tensors
         self.num_bytes = source.num_bytes // cut.size
+        self.min_bits = source.min_bits
         self.random = source.random
         self.encodings: Mapping[str, Encoded] = source.encodings
 

@@ -65,6 +65,7 @@ class FolderSource:
             or name in self._quantized.raw
         }
         self.encodings: Mapping[str, Encoded] = self._quantized.encodings
+        self.min_bits = min((encoded.bits for encoded in self.encodings.values()), default=16.0)
         pieces = sum(num_pieces(name, entries[name]["shape"]) for name in self._floats)
         self.num_tensors = pieces + len(self.encodings)
         kept = self._floats | self._quantized.owned

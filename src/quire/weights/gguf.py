@@ -67,7 +67,11 @@ class GgufSource:
             if (scheme := self._scheme(info)) is not None
         }
         self.num_tensors = len(self._tensors)
-        self.num_bytes = sum(info.num_bytes for info in self._tensors.values())
+        infos = self._tensors.values()
+        self.num_bytes = sum(info.num_bytes for info in infos)
+        self.min_bits = min(
+            8 * info.num_bytes / math.prod(info.shape) for info in infos if len(info.shape) > 1
+        )
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
         for name, info in self._tensors.items():

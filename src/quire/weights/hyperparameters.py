@@ -46,10 +46,10 @@ def number(hf: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def head_size(hf: Mapping[str, Any], hidden_size: int, num_heads: int, default: int | None = None) -> int:
-    """`head_dim`, or the default, or hidden_size / num_heads where that divides."""
-    if hf.get("head_dim") is not None or default is not None:
-        return positive(hf, "head_dim", default)
+def head_size(hf: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+    """`head_dim`, or hidden_size / num_heads where that divides."""
+    if hf.get("head_dim") is not None:
+        return positive(hf, "head_dim")
     if hidden_size % num_heads != 0:
         raise ModelError(f"hidden size {hidden_size} is not a multiple of {num_heads} heads: give head_dim")
     return hidden_size // num_heads

@@ -28,6 +28,7 @@ class Source(Protocol):
     fingerprint: str  # changes when the weights change; keys prefix hashes and converted weights
     num_tensors: int
     num_bytes: int  # of all tensors as stored
+    min_bits: float  # of a weight in the matrix that has the fewest, as stored
     random: bool  # no tensors are named: the consumer fills its parameters from a seed (load_format dummy)
 
     encodings: Mapping[str, Encoded]  # shapes without content of what `tensors` yields as encoded rows
@@ -55,6 +56,7 @@ class DummySource:
     random = True
     num_tensors = 0
     num_bytes = 0
+    min_bits = 16.0
     encodings: Mapping[str, Encoded] = {}
 
     def __init__(self, folder: Path, *, name: str | None = None) -> None:

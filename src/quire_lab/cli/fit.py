@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from quire.bench.machine import cpu_copy_rate, cpu_gemm_rate, cpu_name, cpu_read_rate, memory_bytes
+from quire.bench.machine import PROBE_BYTES, best_seconds, cpu_name, cpu_read_rate, memory_bytes
 from quire.bench.report import BenchReport
 from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
@@ -24,6 +25,8 @@ from quire_lab.fit.factors import Fit, Sample, charged_errors, fit_factors
 from quire_lab.fit.samples import CPU_CELLS, MeasuredSamples, measure_here, read_samples
 from quire_lab.simulate.cost_model import FACTOR_NAMES, Rates
 from quire_lab.simulate.devices import DEFAULT_DEVICE, device_names, find_device
+
+PROBE_SIDE = 1024  # of the square matrices of the GEMM
 
 
 def add_fit(parser: Parser) -> None:
@@ -127,8 +130,8 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], MeasuredS
         "on_gpu": False,
         "memory_bytes": memory_bytes(),
         "bandwidth": float(f"{cpu_read_rate():.4g}"),
-        "flops": float(f"{cpu_gemm_rate():.4g}"),
-        "host_link": float(f"{cpu_copy_rate():.4g}"),
+        "flops": float(f"{_gemm_rate():.4g}"),
+        "host_link": float(f"{_copy_rate():.4g}"),
         "source": "measured: a matrix times a vector, and float32 products",
     }
     announce_compiling()
@@ -190,3 +193,15 @@ def _report(record: dict[str, Any], fitted: Fit, checks: Sequence[tuple[str, flo
 
 def _what(sample: Sample) -> str:
     return f"{sample.what} ({1e3 * sample.seconds:.3g} ms)"
+
+
+def _copy_rate() -> float:
+    """Bytes per second of a copy in memory: the best of many."""
+    source, target = torch.ones(PROBE_BYTES // 4), torch.empty(PROBE_BYTES // 4)
+    return PROBE_BYTES / best_seconds(lambda: target.copy_(source))
+
+
+def _gemm_rate() -> float:
+    """Float32 operations per second of a GEMM: the best of many."""
+    left, right = torch.ones(PROBE_SIDE, PROBE_SIDE), torch.ones(PROBE_SIDE, PROBE_SIDE)
+    return 2 * PROBE_SIDE**3 / best_seconds(lambda: left @ right)

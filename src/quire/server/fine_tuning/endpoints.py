@@ -261,7 +261,6 @@ def _flags(method: str, given: dict[str, Any], seed: int) -> dict[str, Any]:
     return {
         _FLAGS.get(name, name.replace("_", "-")): list(value) if isinstance(value, tuple) else value
         for name, value in settings.items()
-        if value is not False
     }
 
 

@@ -235,7 +235,9 @@ class Jobs:
                 job.last_step, job.num_starts = step, 0
             if job.num_starts >= MAX_STARTS:
                 self._fail(
-                    job, f"its process was killed {MAX_STARTS} times without a new step: see its log.txt"
+                    job,
+                    f"its process was killed {MAX_STARTS} times without a new step; the last line of its log: "
+                    f"{self._last_line(job)}",
                 )
             else:
                 self._say(job, "The training process ended unexpectedly: it goes on from the last checkpoint")
@@ -270,8 +272,7 @@ class Jobs:
     # ------------------------------------------------------------------ files
 
     def _say(self, job: Job, message: str, level: str = "info") -> None:
-        event = {"type": "message", "created_at": int(time.time()), "level": level, "message": message}
-        RunLog(self.folder(job) / "events.jsonl").add(event)
+        RunLog(self.folder(job) / "events.jsonl").say(message, level)
 
     def _save(self, job: Job) -> None:
         write_json(self.folder(job) / "job.json", asdict(job))

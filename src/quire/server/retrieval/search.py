@@ -65,11 +65,11 @@ class SearchOptions:
         )
 
 
-def filter_of(given: SearchFields, path: str = "filters") -> Filter | None:
+def filter_of(given: SearchFields) -> Filter | None:
     if given.filters is None:
         return None
     try:
-        return parse_filter(given.filters, path)
+        return parse_filter(given.filters)
     except ValueError as error:
         raise InvalidRequest(str(error).replace("{", "{{").replace("}", "}}"), "filters") from None
 

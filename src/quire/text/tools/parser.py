@@ -89,9 +89,9 @@ class JsonArrayParser(CallParser):
         if call.closed:
             self.end_call(self._behind_call)
         elif call.broken and call.begun:
-            self.end_call(self._in_text)
+            self.end_call(self.show_rest)
         elif call.broken:
-            self.refuse(self._in_text)
+            self.refuse(self.show_rest)
         return True
 
     def _behind_call(self) -> bool:
@@ -99,11 +99,6 @@ class JsonArrayParser(CallParser):
 
     def _behind_array(self) -> bool:
         return self._expect({})
-
-    def _in_text(self) -> bool:
-        self.pieces.append(Content(self.rest))
-        self.rest = ""
-        return False
 
     def _expect(self, states: dict[str, Callable[[], bool]]) -> bool:
         """One character behind white space selects the next state; any other starts text."""
@@ -113,7 +108,7 @@ class JsonArrayParser(CallParser):
             return False
         state = states.get(bare[0])
         if state is None:
-            self.refuse(self._in_text)
+            self.refuse(self.show_rest)
         else:
             self.pass_over(1)
             self.state = state

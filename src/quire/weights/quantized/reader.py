@@ -114,10 +114,10 @@ def finite(name: str, scales: Tensor, allow_zero: bool = False) -> Tensor:
     return scales
 
 
-def nibbles(packed: Tensor, dim: int, bits: int = 4) -> Tensor:
-    """int32 words -> uint8 values along `dim`, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    spread = (packed.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (packed.dim() - dim - 1))) & (2**bits - 1)
+def nibbles(packed: Tensor, dim: int) -> Tensor:
+    """int32 words -> uint8 values of 4 bits along `dim`, the lowest bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    spread = (packed.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (packed.dim() - dim - 1))) & 15
     return spread.flatten(dim, dim + 1).to(torch.uint8)
 
 
