@@ -116,7 +116,10 @@ def test_a_flag_becomes_its_setting(name):
 
 
 def test_all_flags_together_make_the_config():
-    together = {**OTHER, "role": "both"}  # the other roles need the prefix cache, which a reservation excludes
+    together = {
+        **OTHER,
+        "role": "both",
+    }  # the other roles need the prefix cache, which a reservation excludes
     words = [word for name, value in together.items() for word in as_words(name, value)]
     assert asdict(EngineConfig.of(**settings(*words))) == asdict(EngineConfig.of(**together))
 
