@@ -23,21 +23,16 @@ class RunningServer:
     """Started at once; `wait_ready` waits. Its log is kept, and shown by pytest when a test fails."""
 
     def __init__(self, *flags: str, **environment: str) -> None:
-        command = [
-            os.environ.get("QUIRE_PYTHON", sys.executable),  # tests of clients may run in another environment
-            "-m",
-            "quire",
-            "serve",
-            "--port",
-            "0",
-            "--admin-key",
-            ADMIN_KEY,
-            "--log-requests",
-        ]
         if "--data-dir" not in flags:
             flags = (*flags, "--data-dir", "none")  # not the user's own
+        self._start("serve", "--admin-key", ADMIN_KEY, "--log-requests", *SMALL, *flags, **environment)
+
+    def _start(self, command: str, *flags: str, **environment: str) -> None:
+        python = os.environ.get(
+            "QUIRE_PYTHON", sys.executable
+        )  # tests of clients may run in another environment
         self.process = subprocess.Popen(
-            [*command, *SMALL, *flags],
+            [python, "-m", "quire", command, "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
@@ -163,3 +158,10 @@ class RunningServer:
                 self.process.kill()
                 self.process.wait()
                 raise
+
+
+class RunningRouter(RunningServer):
+    """A real `quire route` process before servers that run already."""
+
+    def __init__(self, *flags: str) -> None:
+        self._start("route", *flags)

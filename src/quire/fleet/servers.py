@@ -150,8 +150,8 @@ class Servers:
         return sum(server.is_up for server in self.servers)
 
     def order(self, prefix: Prefix) -> list[int]:
-        """The servers that answer, the best first; prefill servers only where there are no others."""
-        return self._order(prefix, "both") or self._order(prefix, "prefill")
+        """The servers that answer, the best first; prefill servers behind all others."""
+        return [*self._order(prefix, "both"), *self._order(prefix, "prefill")]
 
     def prefill(self, prefix: Prefix, number: int) -> list[int]:
         """Servers that should compute the prompt before that server answers, the best first."""
