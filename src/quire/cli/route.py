@@ -38,15 +38,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--cache-tokens",
         type=int,
-        default=CACHE_TOKENS,
-        help=f"size of a server's prefix cache in tokens (default: {CACHE_TOKENS}; answers that count cached tokens "
-        "correct it)",
+        help="size of a server's prefix cache in tokens, so that prefixes are spread while there is room (default: not "
+        f"known; {CACHE_TOKENS} are kept in mind, and answers that count cached tokens correct it)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     logs.configure()
-    if arguments.cache_tokens < 1:
+    if arguments.cache_tokens is not None and arguments.cache_tokens < 1:
         raise ConfigError(f"--cache-tokens is {arguments.cache_tokens}: give 1 or more")
     urls = [*arguments.urls, *arguments.decode]
     if not urls:

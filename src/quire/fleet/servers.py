@@ -112,7 +112,7 @@ class Servers:
         self,
         urls: Sequence[str],
         policy: str = DEFAULT,
-        cache_tokens: int = CACHE_TOKENS,
+        cache_tokens: int | None = None,
         prefill: Sequence[str] = (),
     ) -> None:
         """The servers of `prefill` compute prompts for those of `urls`, with which they share a folder of blocks."""
@@ -122,7 +122,8 @@ class Servers:
         if twice is not None:
             raise ConfigError(f"{twice} is named twice: name each server once")
         self.policy = policy
-        self.router = Router(find_policy(policy), [cache_tokens] * len(self.servers))
+        sizes = [CACHE_TOKENS if cache_tokens is None else cache_tokens] * len(self.servers)
+        self.router = Router(find_policy(policy), sizes, is_guess=cache_tokens is None)
         self._ids = map(str, itertools.count())
         self._watching: asyncio.Task[None] | None = None
 
