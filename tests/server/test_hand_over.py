@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,9 @@ def test_a_router_hands_prompts_over_between_servers_and_either_may_be_killed(
     server: RunningServer, start_server, tmp_path: Path
 ) -> None:
     folder = ("--kv-offload-gb", "0.5", "--kv-offload-dir", str(tmp_path))
-    prefill, decode = (start_server("--role", role, *folder) for role in ("prefill", "decode"))
+    with ThreadPoolExecutor() as pool:  # both start at once
+        roles = ("prefill", "decode")
+        prefill, decode = pool.map(lambda role: start_server("--role", role, *folder), roles)
     router = RunningRouter("--prefill", prefill.url, "--decode", decode.url)
     try:
         router.wait_ready()

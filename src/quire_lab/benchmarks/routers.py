@@ -6,7 +6,7 @@ PATH is the Python of an environment that has sglang-router. How it is measured:
 - `shared`: groups of prompts that begin with the same 512 tokens, 32 tokens of their own, 16 to answer. `mixed`:
   lengths as in ShareGPT, at most 1,024 and 64 tokens. Requests are streamed and arrive as a Poisson process.
 - A round sends the same prompts at the same times through both routers, the other order each time; each round has other
-  prompts. Before each turn the replicas drop their prefix caches, and the router is a new process.
+  prompts and times. Before each turn the replicas drop their prefix caches, and the router is a new process.
 - TTFT p50 and p99 are of all rounds' requests together. `ratio` is the median over rounds of our TTFT p50 divided by
   sglang-router's. `hit_rate` is what the replicas found in their prefix caches, `router_cpu_ms` the router's CPU time
   for each request.
@@ -36,7 +36,8 @@ from quire.bench.workload import DISTRIBUTIONS, WorkloadPlan, arrival_times
 from quire.link.http_client import ConnectionLost, HttpClient
 from quire_lab.benchmarks.serve_latency import Server, serving
 
-FLAGS = "--num-threads 1 --kv-cache-memory-bytes 1G --max-num-seqs 32 --enable-prefix-caching"
+ADMIN_KEY = "operator"
+FLAGS = f"--num-threads 1 --kv-cache-memory-bytes 1G --max-num-seqs 32 --enable-prefix-caching --admin-key {ADMIN_KEY}"
 GROUP_SIZE, SHARED_TOKENS, OWN_TOKENS, SHARED_ANSWER, MIXED_ANSWER = 8, 512, 32, 16, 64
 START_SECONDS = 60
 
@@ -66,15 +67,14 @@ def main() -> None:
         raise SystemExit(f"--router-python {python} has no sglang-router: pip install sglang-router there")
     source = str(Path(__file__).parents[2])
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as name,
         serving("builtin", source, FLAGS) as first,
         serving("builtin", source, FLAGS) as second,
     ):
-        traces = {name: write(Path(folder), options) for name, write in WORKLOADS.items()}
-        turns = asyncio.run(measure(kinds, (first, second), traces, options))
+        turns = asyncio.run(measure(kinds, (first, second), Path(name), options))
     record = {"benchmark": "routers", **describe_origin(), "settings": {**vars(options), "flags": FLAGS}}
     record["versions"] |= {"sglang-router": found.stdout.strip()}
-    record["results"] = {name: summary(turns[name]) for name in traces}
+    record["results"] = {workload: summary(of) for workload, of in turns.items()}
     for name in ("output", "router_python"):
         del record["settings"][name]
     print(json.dumps(record["results"], indent=1))
@@ -89,7 +89,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--router-python", required=True, help="of an environment with sglang-router")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64, help="of each workload, in one round")
-    parser.add_argument("--shared-rate", type=float, default=6.0, help="requests per second")
+    parser.add_argument("--workloads", default="shared,mixed")
+    parser.add_argument("--shared-rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--mixed-rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--output", help="JSON file")
     return parser.parse_args()
@@ -98,8 +99,8 @@ def _options() -> argparse.Namespace:
 # ---------------------------------------------------------------------- workloads, as traces of `bench serve`
 
 
-def _shared(folder: Path, options: argparse.Namespace) -> Path:
-    drawn = random.Random(0)
+def _shared(folder: Path, options: argparse.Namespace, seed: int) -> Path:
+    drawn = random.Random(seed)
     groups = [number // GROUP_SIZE for number in range(options.requests)]
     drawn.shuffle(groups)
     times = arrival_times(options.requests, options.shared_rate, 1.0, drawn)
@@ -110,8 +111,8 @@ def _shared(folder: Path, options: argparse.Namespace) -> Path:
     return _write(folder / "shared.jsonl", rows)
 
 
-def _mixed(folder: Path, options: argparse.Namespace) -> Path:
-    drawn = random.Random(1)
+def _mixed(folder: Path, options: argparse.Namespace, seed: int) -> Path:
+    drawn = random.Random(seed)
     prompt, answer = DISTRIBUTIONS["sharegpt"]
     rows = [
         {
@@ -119,7 +120,7 @@ def _mixed(folder: Path, options: argparse.Namespace) -> Path:
             "input_length": prompt.draw(drawn),
             "output_length": min(MIXED_ANSWER, answer.draw(drawn)),
         }
-        for at in arrival_times(options.requests, options.mixed_rate, 1.0, random.Random(2))
+        for at in arrival_times(options.requests, options.mixed_rate, 1.0, random.Random(f"times {seed}"))
     ]
     return _write(folder / "mixed.jsonl", rows)
 
@@ -146,17 +147,15 @@ class RouterTurn:
 
 
 async def measure(
-    kinds: dict[str, RouterKind],
-    replicas: tuple[Server, ...],
-    traces: dict[str, Path],
-    options: argparse.Namespace,
+    kinds: dict[str, RouterKind], replicas: tuple[Server, ...], folder: Path, options: argparse.Namespace
 ) -> dict[str, dict[str, list[RouterTurn]]]:
     """By workload and router: a turn for each round."""
     turns: dict[str, dict[str, list[RouterTurn]]] = {
-        workload: {name: [] for name in kinds} for workload in traces
+        workload: {name: [] for name in kinds} for workload in options.workloads.split(",")
     }
     for number in range(-1, options.rounds):  # the first is a warm-up
-        for workload, trace in traces.items():
+        for workload in turns:
+            trace = WORKLOADS[workload](folder, options, 1 + number)
             for name in sorted(kinds, reverse=bool(number % 2)):
                 turn = await take_turn(kinds[name], replicas, trace, 1 + number)
                 print(
@@ -241,7 +240,7 @@ async def _prefix_counts(url: str) -> tuple[float, float]:
 
 
 async def _ask(url: str, method: str, path: str) -> bytes:
-    client = HttpClient(url)
+    client = HttpClient(url, {"Authorization": f"Bearer {ADMIN_KEY}"})
     try:
         async with client.send(method, path) as response:
             body = await response.read()
