@@ -1,12 +1,15 @@
 """A real `quire serve` process on a free port, for tests to talk to, signal and bury."""
 
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +138,24 @@ class RunningServer:
             assert time.monotonic() < deadline, response.text
             time.sleep(0.05)
         return response
+
+    def send_random_frames(self) -> None:
+        """10,000 pieces of bytes to its port, as themselves or behind the beginning of a request."""
+        drawn = random.Random(0)
+        host, port = self.url.removeprefix("http://").split(":")
+        starts = (
+            b"",
+            b"POST /v1/completions HTTP/1.1\r\n",
+            b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        )
+        for number in range(100):
+            with (
+                socket.create_connection((host, int(port))) as raw,
+                suppress(OSError),
+            ):  # it may close at once
+                raw.sendall(starts[number % len(starts)])
+                for _ in range(100):
+                    raw.sendall(drawn.randbytes(drawn.randrange(1, 100)))
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

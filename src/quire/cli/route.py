@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(servers: Servers, listener: socket.socket) -> None:
     log = logs.get_logger(__name__)
     await servers.start()
+    listener.listen()  # before the line that says so: uvicorn does it after some milliseconds
     host, port = listener.getsockname()[:2]
     log.info("routing   %d servers, requests by %s", len(servers.servers), servers.policy)
     log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)

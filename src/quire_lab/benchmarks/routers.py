@@ -91,7 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64, help="of each workload, in one round")
     parser.add_argument("--workloads", default="shared,mixed")
     parser.add_argument("--shared-rate", type=float, default=4.0, help="requests per second")
-    parser.add_argument("--mixed-rate", type=float, default=3.0, help="requests per second")
+    parser.add_argument("--mixed-rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--output", help="JSON file")
     return parser.parse_args()
 
