@@ -218,6 +218,23 @@ def test_a_prefill_server_computes_the_prompt_first_and_may_fail():
     asyncio.run(run())
 
 
+def test_a_prefill_server_answers_what_no_decode_server_takes():
+    async def run() -> None:
+        for decode in (Stub(b"{}", status="503 Service Unavailable"), Stub(None)):
+            async with Stub(b'{"own":1}') as prefill, decode:
+                servers = Servers([decode.url], prefill=[prefill.url])
+                await servers.start()
+                try:
+                    asked = Asked(RouterApp(servers), prompt("short"))
+                    await asked.done
+                finally:
+                    await servers.close()
+                assert (asked.status, asked.pieces) == (200, [b'{"own":1}'])
+                assert decode.bodies  # asked first
+
+    asyncio.run(run())
+
+
 def test_the_last_servers_refusal_is_the_answer():
     async def use(app: RouterApp, servers: Servers) -> None:
         asked = Asked(app, prompt("x"))

@@ -145,6 +145,14 @@ def test_adapters_have_affinity():
         aware.ended(f"b{i}")
 
 
+def test_a_prefix_is_spread_only_into_room_that_is_known():
+    """The first prompt is still computed when the second comes, and the other replica has nothing to do."""
+    for is_guess, replica in ((False, 1), (True, 0)):
+        aware = Router(find_policy("prefix-work"), [1 << 19] * 2, is_guess)
+        assert send(aware, "a", prompt(1, 640, shared=576)) == 0
+        assert send(aware, "b", prompt(2, 640, shared=576)) == replica
+
+
 def test_what_ended_leaves_no_work():
     aware = router("prefix-work", 3)
     drawn = random.Random(1)

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, WeightsError
@@ -22,7 +24,19 @@ from quire.core.step import SequenceUpdate
 from quire.engine.streams import Stream
 from quire.link import supervise
 from quire.link.client import EngineClient
-from quire.link.messages import Abort, Add, CheckIntegrity, Shutdown, Stop, decode_to_engine, encode
+from quire.link.messages import (
+    Abort,
+    Add,
+    CheckIntegrity,
+    LinkMessage,
+    Refused,
+    Shutdown,
+    Stop,
+    decode_to_engine,
+    encode,
+)
+from quire.link.relay import Relay
+from quire.link.relayed import Closed, Counts, EngineState, Hello, RelayedEngine
 
 pytestmark = pytest.mark.e2e
 SMALL = {"num_blocks": 64, "max_num_seqs": 4}
@@ -246,13 +260,13 @@ def test_the_engine_ends_with_its_parent_and_its_socket_is_private_and_removed()
     assert not Path(path).parent.exists()
 
 
-def random_frames(count: int) -> list[bytes]:
+TO_ENGINE = (Add.of(Request("fuzz", (5, 6, 7), LONG)), Abort(["fuzz"]), Stop("fuzz", 0), CheckIntegrity(7))
+
+
+def random_frames(count: int, messages: Sequence[LinkMessage] = TO_ENGINE) -> list[bytes]:
     """Bytes of any kind, and messages with bytes changed, cut off or appended; no whole Shutdown."""
     drawn = random.Random(0)
-    request = Request("fuzz", (5, 6, 7), LONG)
-    whole = [
-        encode(message) for message in (Add.of(request), Abort(["fuzz"]), Stop("fuzz", 0), CheckIntegrity(7))
-    ]
+    whole = [encode(message) for message in messages]
     frames = []
     while len(frames) < count:
         data = bytearray(drawn.choice(whole))
@@ -287,3 +301,40 @@ def test_ten_thousand_random_frames_end_no_engine():
         assert (client.ready.pid, client.num_restarts) == (pid, 0)
 
     with_engine(use)
+
+
+def test_ten_thousand_random_frames_between_relay_and_http_processes_end_neither():
+    """To the relay from a process beside the client's, and from the relay to the client's."""
+    greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+
+    async def use(relay: Relay, client: EngineClient) -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as other:
+            other.setsockopt(zmq.IDENTITY, b"other")
+            other.connect(f"ipc://{relay.path}")
+            await other.send(encode(Hello()))
+            for frame in random_frames(10_000, (*TO_ENGINE, Closed("fuzz"), Counts("other", b""))):
+                await other.send(frame)
+            await other.send_multipart([encode(Hello()), b"", b"more"])
+            for frame in random_frames(10_000, (Refused("fuzz", "fault", ""), EngineState("x", 1, 0))):
+                await relay._socket.send_multipart([client._supervisor.process.encode(), frame])
+            updates = await asyncio.wait_for(
+                collect(client.submit([Request("after", (1, 2, 3), greedy)])), 60
+            )
+            assert len([token for update in updates for token in update.token_ids]) == 5
+            assert (await client.check_integrity()).error is None
+            assert not any(task.done() for task in relay._tasks)
+            other.close(linger=0)
+
+    async def run() -> None:
+        relay = Relay(EngineConfig.of(**SMALL))
+        config, bounds = EngineConfig.of(**SMALL), QueueBounds(8)
+        client = EngineClient(config, bounds, relay=lambda client: RelayedEngine(relay.path, client))
+        try:
+            await relay.start()
+            await client.start()
+            await use(relay, client)
+        finally:
+            await client.close()
+            await relay.close()
+
+    asyncio.run(run())

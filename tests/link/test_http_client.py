@@ -1,6 +1,7 @@
 """The load generator's client reads what servers send, however it is cut, and says what went wrong."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -110,6 +111,8 @@ def test_an_idle_connection_that_the_server_closed_costs_nothing():
         (b"HTTP/1.1 200 OK\r\n", "closed before the response was complete"),
         (CHUNKED + b"zz\r\n", r"no HTTP/1\.1"),
         (b"hello\r\n\r\n", r"no HTTP/1\.1"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * (1 << 17), r"no HTTP/1\.1"),
+        (CHUNKED + b"1" * (1 << 17), r"no HTTP/1\.1"),
     ],
 )
 def test_a_response_that_is_none_says_so(sent: bytes, said: str):
@@ -124,6 +127,32 @@ def test_a_response_that_is_none_says_so(sent: bytes, said: str):
                 await events_of(HttpClient(url))
 
     asyncio.run(run())
+
+
+def test_ten_thousand_random_frames_of_servers_are_lost_connections():
+    drawn = random.Random(0)
+    starts = (b"", b"HTTP/1.1 ", b"HTTP/1.1 200 OK\r\n", CHUNKED, CHUNKED + b"5\r\nhello\r\n")
+
+    async def answer(writer: asyncio.StreamWriter, _number: int) -> None:
+        writer.write(drawn.choice(starts))
+        for _ in range(20):
+            writer.write(drawn.randbytes(drawn.randrange(1, 100)) + drawn.choice((b"", b"\r\n", b"\r\n\r\n")))
+        writer.close()
+
+    async def run() -> int:
+        server, url = await serving(answer)
+        lost = 0
+        async with server:
+            client = HttpClient(url)
+            for _ in range(500):
+                try:
+                    await events_of(client)
+                except ConnectionLost:
+                    lost += 1
+            await client.close()
+        return lost
+
+    assert asyncio.run(run()) > 300  # the others are a head and a body without a length
 
 
 def test_a_server_that_is_not_there_says_so():

@@ -2,10 +2,13 @@
 
 import json
 import os
+import random
 import sys
 import time
 
+from quire.core.errors import EngineDead
 from quire.parallel.ranks import BEAT, read_frames
+from quire.parallel.wire import decode_step
 
 
 def main() -> None:
@@ -17,6 +20,18 @@ def main() -> None:
         os.write(reports, json.dumps(("ConfigError", "there is no GPU here")).encode() + b"\n")
     elif rank == 1 and does == "exit":
         os._exit(3)
+    elif rank == 1 and does == "babble":
+        drawn = random.Random(0)
+        for _ in range(10_000):
+            os.write(reports, drawn.randbytes(drawn.randrange(1, 64)))
+    elif rank == 1 and does == "count":  # frames that are no step, until an empty one
+        count = 0
+        while data := next(frames):
+            try:
+                decode_step(data)
+            except EngineDead:
+                count += 1
+        os.write(reports, json.dumps(("ConfigError", f"{count} frames refused")).encode() + b"\n")
     for _ in frames:
         pass
     time.sleep(0.0)

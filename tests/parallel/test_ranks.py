@@ -1,8 +1,10 @@
 """The processes beside rank 0: their ends are noticed, named and explained. And Steps on their way to them."""
 
 import os
+import random
 import signal
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -27,7 +29,9 @@ class Waiting(Group):
         self.aborted = True
 
 
-def _fault(does: str, act=lambda pid: None, seconds: float = 10.0) -> tuple[str, type, float]:
+def _fault(
+    does: str, act=lambda pid: None, seconds: float = 10.0, frames: Sequence[bytes] = ()
+) -> tuple[str, type, float]:
     """What rank 0 hears of, its kind, and after how long."""
     memory = shared_file(64)
     ranks = RankProcesses("tests.parallel.peer_stub", 3, memory, {"does": does})
@@ -38,6 +42,8 @@ def _fault(does: str, act=lambda pid: None, seconds: float = 10.0) -> tuple[str,
         if does == "wait":
             time.sleep(0.5)
             act(ranks._processes[0].pid)
+        for data in frames:
+            ranks.send(data)
         started = time.monotonic()
         while time.monotonic() < started + seconds:
             try:
@@ -75,11 +81,27 @@ def test_a_rank_that_is_killed_or_stopped_is_named_within_two_seconds(number, wo
     assert seconds < 2.0
 
 
-def test_a_step_keeps_all_that_a_peer_needs():
+def test_ten_thousand_random_frames_are_no_steps_and_each_says_so():
+    drawn = random.Random(0)
+    whole = encode_step(a_step())
+    frames = [drawn.randbytes(drawn.randrange(1, 200)) for _ in range(5_000)]
+    frames += [whole[: drawn.randrange(1, len(whole))] for _ in range(5_000)]
+    text, kind, _ = _fault("count", frames=[*frames, b""])
+    assert (text, kind) == ("rank 1: 10000 frames refused", ConfigError)
+
+
+def test_a_rank_whose_reports_are_random_bytes_is_named():
+    text, kind, _ = _fault("babble")
+    assert kind is EngineDead
+    assert text.startswith("rank 1 (pid ")
+    assert "sent a report that cannot be read" in text
+
+
+def a_step() -> Step:
     start = RowStart(
         3, ints((5, 6, 7)), ints((2, 9)), SamplingParams(prompt_logprobs=2), 0, 0, 3, adapter="a@1"
     )
-    step = Step(
+    return Step(
         step_id=9, starts=(start,), rows=ints((3,)), num_computed=ints((0,)), num_tokens=ints((3,)),
         sample_sources=ints((0,)), sample_rows=ints((3,)), table_rows=ints((3,)), table_indices=ints((1,)),
         table_blocks=ints((8,)), copy_sources=ints((1,)), copy_targets=ints((4,)), forced_rows=ints((3,)),
@@ -88,6 +110,10 @@ def test_a_step_keeps_all_that_a_peer_needs():
         moves=HostTransfers(ints((1,)), ints((2,)), ints(), ints()), adapter_evictions=("b@2",),
         adapter_loads=(AdapterLoad("a@1", ints((6, 7))),),
     )  # fmt: skip
+
+
+def test_a_step_keeps_all_that_a_peer_needs():
+    step = a_step()
     blobs = [({"tiles": [1, 2]}, bytes(range(256)))]
     assert decode_step(encode_step(step, blobs)) == (step, blobs)
 

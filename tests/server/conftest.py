@@ -47,8 +47,9 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
     started: list[RunningServer] = []
 
     def start(*flags: str, **environment: str) -> RunningServer:
-        started.append(RunningServer(*flags, **environment))
-        return started[-1].wait_ready()
+        running = RunningServer(*flags, **environment)
+        started.append(running)
+        return running.wait_ready()
 
     yield start
     for one in started:

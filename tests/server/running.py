@@ -1,12 +1,15 @@
 """A real `quire serve` process on a free port, for tests to talk to, signal and bury."""
 
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +26,16 @@ class RunningServer:
     """Started at once; `wait_ready` waits. Its log is kept, and shown by pytest when a test fails."""
 
     def __init__(self, *flags: str, **environment: str) -> None:
-        command = [
-            os.environ.get("QUIRE_PYTHON", sys.executable),  # tests of clients may run in another environment
-            "-m",
-            "quire",
-            "serve",
-            "--port",
-            "0",
-            "--admin-key",
-            ADMIN_KEY,
-            "--log-requests",
-        ]
         if "--data-dir" not in flags:
             flags = (*flags, "--data-dir", "none")  # not the user's own
+        self._start("serve", "--admin-key", ADMIN_KEY, "--log-requests", *SMALL, *flags, **environment)
+
+    def _start(self, command: str, *flags: str, **environment: str) -> None:
+        python = os.environ.get(
+            "QUIRE_PYTHON", sys.executable
+        )  # tests of clients may run in another environment
         self.process = subprocess.Popen(
-            [*command, *SMALL, *flags],
+            [python, "-m", "quire", command, "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
@@ -141,6 +139,24 @@ class RunningServer:
             time.sleep(0.05)
         return response
 
+    def send_random_frames(self) -> None:
+        """10,000 pieces of bytes to its port, as themselves or behind the beginning of a request."""
+        drawn = random.Random(0)
+        host, port = self.url.removeprefix("http://").split(":")
+        starts = (
+            b"",
+            b"POST /v1/completions HTTP/1.1\r\n",
+            b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        )
+        for number in range(100):
+            with (
+                socket.create_connection((host, int(port))) as raw,
+                suppress(OSError),
+            ):  # it may close at once
+                raw.sendall(starts[number % len(starts)])
+                for _ in range(100):
+                    raw.sendall(drawn.randbytes(drawn.randrange(1, 100)))
+
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = [pid for pid in children if "quire.link.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -163,3 +179,10 @@ class RunningServer:
                 self.process.kill()
                 self.process.wait()
                 raise
+
+
+class RunningRouter(RunningServer):
+    """A real `quire route` process before servers that run already."""
+
+    def __init__(self, *flags: str) -> None:
+        self._start("route", *flags)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.server.settings import ServerSettings
-from tests.server.running import PATIENCE, RunningServer
+from tests.server.running import PATIENCE, RunningRouter, RunningServer
 
 
 def ask(server: RunningServer, number: int) -> dict[str, Any]:
@@ -129,6 +130,52 @@ def _either_side_may_be_killed_at_any_moment(server: RunningServer, pair: Runnin
             thread.join(PATIENCE)
         expected = [ask(server, number) for number in numbers]
         assert tokens([answers[number] for number in numbers]) == tokens(expected)
+
+
+def test_a_router_hands_prompts_over_between_servers_and_one_may_be_killed(
+    server: RunningServer, start_server, tmp_path: Path
+) -> None:
+    folder = ("--kv-offload-gb", "0.5", "--kv-offload-dir", str(tmp_path))
+    with ThreadPoolExecutor() as pool:  # both start at once
+        roles = ("prefill", "decode")
+        prefill, decode = pool.map(lambda role: start_server("--role", role, *folder), roles)
+    router = RunningRouter("--prefill", prefill.url, "--decode", decode.url)
+    try:
+        router.wait_ready()
+        for one in (router, prefill):
+            one.send_random_frames()
+            assert one.get("/health").status_code == 200
+        _servers_hand_over(server, prefill, router)
+        _the_decode_server_may_be_killed(server, decode, router)
+    finally:
+        router.close()
+
+
+def _servers_hand_over(server: RunningServer, prefill: RunningServer, router: RunningRouter) -> None:
+    numbers = range(40, 43)
+    answers = [ask(router, number) for number in numbers]
+    assert tokens(answers) == tokens([ask(server, number) for number in numbers])
+    handed = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert handed == [(answer["usage"]["prompt_tokens"] - 1) // 16 * 16 for answer in answers]
+    asked = router.get("/servers").json()["servers"]
+    assert {one["role"]: one["requests_routed"] for one in asked} == {"both": 3, "prefill": 3}
+    assert sum(one["handed_over_tokens"] for one in asked) == sum(handed)
+    ask(router, 40)  # which the decode server has: no second request
+    prefill.wait_metric(3, "generation_tokens_total")
+
+
+def _the_decode_server_may_be_killed(
+    server: RunningServer, decode: RunningServer, router: RunningRouter
+) -> None:
+    """While prompts are handed over; then the prefill server answers."""
+    numbers = range(50, 53)
+    threads, answers = asked_together(router, numbers)
+    time.sleep(0.2)
+    decode.process.kill()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert tokens([answers[number] for number in numbers]) == tokens([ask(server, n) for n in numbers])
+    router.wait_for_line(decode.url, "cannot be reached")
 
 
 def test_roles_need_a_folder_and_one_name_for_each_replica() -> None:

@@ -38,15 +38,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--cache-tokens",
         type=int,
-        default=CACHE_TOKENS,
-        help=f"size of a server's prefix cache in tokens (default: {CACHE_TOKENS}; answers that count cached tokens "
-        "correct it)",
+        help="size of a server's prefix cache in tokens, so that prefixes are spread while there is room (default: not "
+        f"known; {CACHE_TOKENS} are kept in mind, and answers that count cached tokens correct it)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     logs.configure()
-    if arguments.cache_tokens < 1:
+    if arguments.cache_tokens is not None and arguments.cache_tokens < 1:
         raise ConfigError(f"--cache-tokens is {arguments.cache_tokens}: give 1 or more")
     urls = [*arguments.urls, *arguments.decode]
     if not urls:
@@ -63,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(servers: Servers, listener: socket.socket) -> None:
     log = logs.get_logger(__name__)
     await servers.start()
+    listener.listen()  # before the line that says so: uvicorn does it after some milliseconds
     host, port = listener.getsockname()[:2]
     log.info("routing   %d servers, requests by %s", len(servers.servers), servers.policy)
     log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)

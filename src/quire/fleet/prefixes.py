@@ -50,8 +50,10 @@ class PrefixShadow:
     it, and a binary search finds its length.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, is_guess: bool = False) -> None:
+        """`is_guess`: the size is not the replica's own, so nothing says how much room is left."""
         self.max_tokens = max_tokens  # of the replica's cache
+        self._is_guess = is_guess
         self.num_tokens = 0
         self._used: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # when it was last used, its tokens
         self._now = 0
@@ -84,8 +86,10 @@ class PrefixShadow:
         return now
 
     def share_filled(self, num_more: int) -> float:
-        """How much of the cache is in use once that many tokens have come, 0 to 1."""
-        return min(1.0, (self.num_tokens + num_more) / self.max_tokens) if self.max_tokens else 1.0
+        """How much of the cache is in use once that many tokens have come, 0 to 1; 1 where the size is a guess."""
+        if self._is_guess or not self.max_tokens:
+            return 1.0
+        return min(1.0, (self.num_tokens + num_more) / self.max_tokens)
 
     def last_used(self, piece: bytes) -> int:
         """When it was; 0 if it is not known."""

@@ -26,9 +26,9 @@ class _Routed:
 class Router:
     """For one event loop: no call waits. Replicas have numbers from 0 on."""
 
-    def __init__(self, costs: Costs, max_tokens: Sequence[int]) -> None:
-        """`max_tokens` is the size of each replica's prefix cache, as far as it is known."""
-        self.loads = [Load(PrefixShadow(size)) for size in max_tokens]
+    def __init__(self, costs: Costs, max_tokens: Sequence[int], is_guess: bool = False) -> None:
+        """`max_tokens` is the size of each replica's prefix cache; `is_guess`: it is not known."""
+        self.loads = [Load(PrefixShadow(size, is_guess)) for size in max_tokens]
         self._costs = costs
         self._routed: dict[str, _Routed] = {}
         self._num_sent = 0

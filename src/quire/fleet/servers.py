@@ -112,7 +112,7 @@ class Servers:
         self,
         urls: Sequence[str],
         policy: str = DEFAULT,
-        cache_tokens: int = CACHE_TOKENS,
+        cache_tokens: int | None = None,
         prefill: Sequence[str] = (),
     ) -> None:
         """The servers of `prefill` compute prompts for those of `urls`, with which they share a folder of blocks."""
@@ -122,7 +122,8 @@ class Servers:
         if twice is not None:
             raise ConfigError(f"{twice} is named twice: name each server once")
         self.policy = policy
-        self.router = Router(find_policy(policy), [cache_tokens] * len(self.servers))
+        sizes = [CACHE_TOKENS if cache_tokens is None else cache_tokens] * len(self.servers)
+        self.router = Router(find_policy(policy), sizes, is_guess=cache_tokens is None)
         self._ids = map(str, itertools.count())
         self._watching: asyncio.Task[None] | None = None
 
@@ -150,8 +151,8 @@ class Servers:
         return sum(server.is_up for server in self.servers)
 
     def order(self, prefix: Prefix) -> list[int]:
-        """The servers that answer, the best first; prefill servers only where there are no others."""
-        return self._order(prefix, "both") or self._order(prefix, "prefill")
+        """The servers that answer, the best first; prefill servers behind all others."""
+        return [*self._order(prefix, "both"), *self._order(prefix, "prefill")]
 
     def prefill(self, prefix: Prefix, number: int) -> list[int]:
         """Servers that should compute the prompt before that server answers, the best first."""

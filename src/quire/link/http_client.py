@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from quire.core.errors import ConfigError, QuireError
 
 _READ_BYTES = 1 << 16
+# LimitOverrunError: a line of more than _READ_BYTES
+_BROKEN = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 
 
 class ConnectionLost(QuireError):
@@ -94,11 +96,11 @@ class HttpClient:
         request = self._request(method, path, body, head)
         try:
             response, connection = await self._answered(request)
-        except (OSError, EOFError, ValueError) as fault:
+        except _BROKEN as fault:
             raise ConnectionLost(_reason(fault)) from fault
         try:
             yield response
-        except (OSError, EOFError, ValueError) as fault:
+        except _BROKEN as fault:
             raise ConnectionLost(_reason(fault)) from fault
         finally:
             if response.keeps_alive:

@@ -138,7 +138,7 @@ class Relay:
 
     async def _receive(self) -> None:
         while True:
-            identity, data = await self._socket.recv_multipart()
+            identity, data, *_ = await self._socket.recv_multipart()
             self._take(identity, data)
 
     def _take(self, identity: bytes, data: bytes) -> None:

@@ -52,7 +52,9 @@ class RemoteChannel(Channel):
         self._checking = asyncio.create_task(self._check_keys(), name="link-keys")
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_server, self._socket.curve_secretkey = True, secret
-        self._events = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED | REFUSED_HANDSHAKES)
+        self._events = self._socket.get_monitor_socket(
+            zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | REFUSED_HANDSHAKES
+        )
         shown = f"[{host}]" if ":" in host else host
         prepare_remote(self._socket, shown)
         try:
@@ -77,7 +79,7 @@ class RemoteChannel(Channel):
 
     async def lost(self) -> None:
         """Returns when an engine was connected and is no more."""
-        warned = False
+        warned = connected = False
         while True:
             event = await recv_monitor_message(self._events)
             if event["event"] & REFUSED_HANDSHAKES:
@@ -85,9 +87,12 @@ class RemoteChannel(Channel):
                     log.warning("a connection to %s without the right key was refused", self.path)
                 warned = True
                 continue
+            if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                connected = True
+                continue
             await asyncio.sleep(CLOSE_MS / 1000)
             # A refused connection ends as well; the engine's is the only one that could be written to.
-            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+            if connected and not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
                 return
 
     def close(self) -> None:

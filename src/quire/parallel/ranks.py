@@ -36,9 +36,12 @@ def frame(data: bytes) -> bytes:
 
 
 def read_frames(stream: BinaryIO) -> Iterator[bytes]:
-    """Until the other end closes."""
+    """Until the other end closes; a frame that is cut off then is dropped."""
     while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-        yield stream.read(_LENGTH.unpack(head)[0])
+        (length,) = _LENGTH.unpack(head)
+        if len(data := stream.read(length)) < length:
+            return
+        yield data
 
 
 class RankProcesses:
@@ -121,8 +124,14 @@ class RankProcesses:
     def _fail(self, rank: int, report: bytes) -> None:
         """It said why, or it is gone without a word."""
         if report.endswith(b"\n"):
-            kind, message = json.loads(report)
-            self._failed(getattr(errors, kind, EngineDead)(f"rank {rank}: {message}"))
+            try:
+                kind, message = json.loads(report)
+                fault = getattr(errors, kind, EngineDead)(f"rank {rank}: {message}")
+            except Exception as error:  # this thread must not end: no other one would name the rank
+                fault = EngineDead(
+                    f"{self._name(rank)} sent a report that cannot be read ({error}): it was ended"
+                )
+            self._failed(fault)
             return
         with suppress(subprocess.TimeoutExpired):
             self._processes[rank - 1].wait(1.0)

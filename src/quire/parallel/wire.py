@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.core.draft import Draft
+from quire.core.errors import EngineDead
 from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import AdapterLoad, HostTransfers, RowStart, Step
@@ -50,6 +51,16 @@ def encode_step(step: Step, blobs: Sequence[Blob] = ()) -> bytes:
 
 
 def decode_step(data: bytes) -> tuple[Step, list[Blob]]:
+    """EngineDead for bytes that are no Step: without it this rank cannot go on."""
+    try:
+        return _decode_step(data)
+    except Exception as error:
+        raise EngineDead(
+            f"{len(data)} bytes from rank 0 are no step ({type(error).__name__}: {error}): restart the engine"
+        ) from error
+
+
+def _decode_step(data: bytes) -> tuple[Step, list[Blob]]:
     (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
     step_id, arrays, starts, drafts, moves, evictions, loads, described = json.loads(data[_LENGTH.size : end])
