@@ -150,7 +150,7 @@ def test_a_model_is_unloaded_by_hand_and_by_keep_alive(server: RunningServer) ->
 def test_models_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "models.json"
     path.write_text(json.dumps({"models": {"one": {"model": "builtin", "settings": SETTINGS}}}))
-    running = RunningServer("--models", str(path)).wait_ready()
+    running = RunningServer(QUIRE_MODELS=str(path)).wait_ready()  # which is not for the model's server
     assert ask(running, "one").status_code == 200
     children = [process for process in psutil.process_iter() if process.ppid() == running.process.pid]
     assert children
