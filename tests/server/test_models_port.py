@@ -22,13 +22,18 @@ SETTINGS = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
     """Memory for one of the chat models; one of the others cannot be loaded."""
-    path = tmp_path_factory.mktemp("models") / "models.json"
+    path = folder / "models.json"
     model = {"model": "builtin", "settings": SETTINGS, "memory": 900_000_000}
     entries = {"one": model, "two": {**model, "aliases": ["deux"]}, "broken": {"model": "/no/such/folder"}}
-    embedding_decoder(path.parent / "encoder")
-    entries["encoder"] = {"model": str(path.parent / "encoder"), "memory": 900_000_000}
+    embedding_decoder(folder / "encoder")
+    entries["encoder"] = {"model": str(folder / "encoder"), "memory": 900_000_000}
     path.write_text(json.dumps({"memory": 1_000_000_000, "models": entries}))
     running = RunningServer("--models", str(path))
     try:
@@ -96,6 +101,26 @@ def test_switches_wait_for_the_start_alone_and_memory_comes_back(server: Running
     assert memory() < before + 50e6
 
 
+def test_files_that_disappear_or_are_damaged_are_named(server: RunningServer, folder: Path) -> None:
+    """A model that runs goes on without its files; the next start says what is wrong with them."""
+    body = {"json": {"model": "encoder", "input": "cat"}}
+    assert server.post("/v1/embeddings", **body).status_code == 200
+    (folder / "encoder").rename(folder / "moved")
+    assert server.post("/v1/embeddings", **body).status_code == 200
+    unload(server, "encoder")
+    gone = server.error("/v1/embeddings", 503, **body)
+    assert f"encoder cannot be started: {folder}/encoder: no such folder or file" in gone["message"]
+    weights = (folder / "moved" / "model.safetensors").read_bytes()
+    (folder / "moved").rename(folder / "encoder")
+    (folder / "encoder" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    damaged = server.error("/v1/embeddings", 503, **body)
+    assert damaged["code"] == "model_not_started"
+    assert "encoder cannot be started" in damaged["message"]
+    assert "model.safetensors" in damaged["message"]
+    assert (states(server)["encoder"], httpx.get(f"{server.url}/health").status_code) == ("failed", 200)
+    (folder / "encoder" / "model.safetensors").write_bytes(weights)
+
+
 def test_a_stream_is_passed_on_as_it_comes(server: RunningServer) -> None:
     body = {"model": "two", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as response:
@@ -125,7 +150,7 @@ def test_a_model_is_unloaded_by_hand_and_by_keep_alive(server: RunningServer) ->
 def test_models_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "models.json"
     path.write_text(json.dumps({"models": {"one": {"model": "builtin", "settings": SETTINGS}}}))
-    running = RunningServer("--models", str(path)).wait_ready()
+    running = RunningServer(QUIRE_MODELS=str(path)).wait_ready()  # which is not for the model's server
     assert ask(running, "one").status_code == 200
     children = [process for process in psutil.process_iter() if process.ppid() == running.process.pid]
     assert children

@@ -319,8 +319,44 @@ def test_the_map_is_true_and_four_answers_share_their_prompt(tab: Tab, keyed: Ru
 def test_a_page_of_another_version_is_told(tab: Tab):
     tab.page.route("**/version", lambda route: route.fulfill(json={"version": "9.9.9"}))
     tab.page.wait_for_selector(MESSAGE)
-    tab.page.click("#tab-memory")
+    tab.page.click("#tab-models")  # any view
     tab.page.wait_for_selector("#banner >> text=The server is version 9.9.9")
+
+
+@needs_browser
+@pytest.mark.browser
+def test_several_models_one_of_which_cannot_start(chromium: Any, tmp_path: Path):
+    """The page opens without a model, says why one fails, and the other one answers; a view of another version too."""
+    path = tmp_path / "models.json"
+    settings = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M", "no-embeddings": True}
+    models = {"gone": str(tmp_path / "none"), "here": {"model": "builtin", "settings": settings}}
+    path.write_text(json.dumps({"models": models}))
+    running = RunningServer("--models", str(path)).wait_ready()
+    tab = Tab(chromium, running, key="any")
+    try:
+        tab.page.wait_for_selector(MESSAGE)
+        tab.page.click("#tab-memory")
+        tab.page.wait_for_selector("text=no model runs now")
+        tab.page.click("#tab-models")
+        tab.page.click(".models-table button >> nth=0")
+        tab.page.wait_for_selector("#banner >> text=gone cannot be started")
+        tab.page.wait_for_selector(".models-table .failed >> text=no such folder or file")
+        tab.page.click("#tab-chat")
+        tab.page.select_option("select[aria-label=Model]", "gone")
+        tab.page.fill(MESSAGE, "Hi")
+        tab.page.keyboard.press("Enter")
+        tab.page.wait_for_selector(".failure >> text=gone cannot be started")
+        tab.page.select_option("select[aria-label=Model]", "here")
+        tab.page.click(".failure button")
+        tab.until("(document.querySelector('.answer .text')?.innerText.length ?? 0) > 5")
+        tab.page.route("**/page/steps.js", lambda route: route.fulfill(status=404))
+        tab.page.click("#tab-steps")
+        tab.page.wait_for_selector("#banner >> text=This view cannot be loaded")
+        tab.page.click("#tab-memory")
+        tab.until("quire.feed.mirror.num_blocks > 0")
+    finally:
+        tab.close()
+        running.close()
 
 
 @needs_browser

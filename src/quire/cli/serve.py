@@ -14,6 +14,7 @@ from quire.cli.parser import Collect, FlagGroup, Parser, parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.observe import logs
+from quire.observe.host import START_ON_STDIN
 from quire.server.access import read_key_file
 from quire.server.processes import serve_processes
 from quire.server.retrieval import adapters_folder
@@ -60,9 +61,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _set_up_logs(arguments)
     if arguments.models is not None or arguments.more_models:
-        front = import_module(SEVERAL_MODELS)
-        keys, admin = _api_keys(arguments), arguments.admin_key or os.environ.get("QUIRE_ADMIN_KEY") or None
-        return int(front.run(arguments, arguments.host or DEFAULTS.host, _port(arguments), keys, admin))
+        return int(import_module(SEVERAL_MODELS).run(arguments, server_settings(arguments)))
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
@@ -79,15 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--isolate-keys gives every key a cache of its own, where no pinned prefix is found: leave out one"
         )
+    if os.environ.pop(START_ON_STDIN, None):
+        sys.stdin.readline()
     if settings.api_server_count > 1:
         serve_processes(settings, config, show_progress=sys.stderr.isatty())
     else:
         serve(settings, config, show_progress=sys.stderr.isatty())
     return 0
-
-
-def _port(arguments: argparse.Namespace) -> int:
-    return DEFAULTS.port if arguments.port is None else int(arguments.port)
 
 
 def server_settings(arguments: argparse.Namespace) -> ServerSettings:

@@ -5,10 +5,9 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -18,10 +17,9 @@ from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
-from quire.fleet.models_app import ModelsApp
 from quire.observe import logs
-from quire.server.access import Keys, is_local, is_open, offered_key
-from quire.server.run import bind
+from quire.server.models_app import ModelsApp
+from quire.server.run import adopt_logs, bind
 from quire.server.settings import ServerSettings
 
 MEMORY_SHARE = 0.8  # of this machine's, for all models together
@@ -32,9 +30,7 @@ _OWN = {"--host": 1, "--port": 1, "--models": 1, "--models-memory": 1, "--models
 _FIELDS = {"models", "memory", "max_running"}
 
 
-def run(
-    arguments: argparse.Namespace, host: str, port: int, api_keys: Sequence[str], admin_key: str | None
-) -> int:
+def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     document = read_config_file(arguments.models, "--models") if arguments.models else {}
     unknown = sorted(set(document) - _FIELDS)
     if unknown:
@@ -54,10 +50,18 @@ def run(
     most = arguments.models_max or document.get("max_running") or MAX_RUNNING
     if most < 1:
         raise ConfigError(f"--models-max is {most}: give 1 or more")
-    listener = bind(ServerSettings(host=host, port=port))
-    common = common_flags(arguments.given_words, named)
+    if arguments.data_dir not in (None, "none"):
+        raise ConfigError(
+            f"--data-dir {arguments.data_dir} is for one server: give it to one model, as data-dir under its settings"
+        )
+    keeps_files = any("--data-dir" in entry.flags for entry in entries)
+    settings = replace(settings, data_dir=settings.data_dir if keeps_files else "none")
+    listener = bind(settings)
+    adopt_logs()
+    common = (*common_flags(arguments.given_words, named), "--data-dir", "none")
+    models = ModelSet(entries, int(memory), most, common=common, estimate=estimated)
     try:
-        asyncio.run(_serve(entries, int(memory), most, common, listener, refusal(api_keys, admin_key)))
+        asyncio.run(_serve(models, settings, listener))
     except KeyboardInterrupt:
         pass
     finally:
@@ -70,27 +74,6 @@ def idle_seconds(text: str) -> float:
     if seconds is None:
         raise ConfigError(f"--keep-alive is {text!r}: write seconds, 5m or -1")
     return seconds
-
-
-def refusal(api_keys: Sequence[str], admin_key: str | None) -> Callable[[Any, bool], str | None]:
-    """What a request lacks. Loading and unloading need the admin key; if there is none, a client on this machine."""
-    keys, admin = Keys(api_keys), Keys([admin_key] if admin_key else [])
-
-    def lacks(scope: Any, changes: bool) -> str | None:
-        offered = offered_key(scope["headers"])
-        if changes and admin:
-            known = admin.identify(offered) is not None
-        else:
-            names = keys.identify(offered), admin.identify(offered)
-            known = not keys or is_open(scope["path"]) or any(names)
-        if not known:
-            wanted = "the admin key" if changes and admin else "an API key"
-            return f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-        if changes and not admin and not is_local(scope):
-            return "models are changed on the server's own machine, or with a key: start it with --admin-key"
-        return None
-
-    return lacks
 
 
 def _short(name: str) -> str:
@@ -124,24 +107,27 @@ def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-async def _serve(
-    entries: list[ModelEntry],
-    memory: int,
-    most: int,
-    common: tuple[str, ...],
-    listener: socket.socket,
-    lacks: Callable[[Any, bool], str | None],
-) -> None:
+class FrontServer(uvicorn.Server):
+    """Ends pages that watch an idle model first: they would keep their connections open."""
+
+    models: ModelSet
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.models.stop_idle()
+        await super().shutdown(sockets)
+
+
+async def _serve(models: ModelSet, settings: ServerSettings, listener: socket.socket) -> None:
     log = logs.get_logger(__name__)
-    models = ModelSet(entries, memory, most, common=common, estimate=estimated)
-    log.info("models    %s", ", ".join(f"{e.name}{' (pinned)' if e.pinned else ''}" for e in entries))
-    log.info("memory    %.1f GB for all of them, %d at a time", memory / 1e9, most)
-    app = ModelsApp(models, lacks)
+    log.info("models    %s", ", ".join(f"{e.name}{' (pinned)' if e.pinned else ''}" for e in models.entries))
+    log.info("memory    %.1f GB for all of them, %d at a time", models.memory / 1e9, models.max_running)
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        ModelsApp(models, settings),
         lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",
+        timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout)),
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = FrontServer(config)
+    server.models = models
     try:
         await models.open()
         host, port = listener.getsockname()[:2]

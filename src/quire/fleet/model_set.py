@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from quire.core.errors import ConfigError, EngineDead, InvalidRequest
+from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound
 from quire.link.http_client import HttpClient
+from quire.observe.host import START_ON_STDIN
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
@@ -28,6 +30,15 @@ PR_SET_PDEATHSIG = 1  # of prctl
 LOOK_SECONDS = 0.5  # between two looks for idle models
 BUILTIN = "builtin"  # as a source: the model that `quire serve` has by default
 LAST_LINES = 5  # of a process's log that an error shows
+FRONT_VARIABLES = ("QUIRE_MODELS", "QUIRE_KEEP_ALIVE")  # flags of the front: not for the models' servers
+
+
+class UnknownModel(NotFound):
+    """A request names a model that this server does not have."""
+
+
+class CannotStart(EngineDead):
+    """The same request would fail again: its model does not fit, or its files are missing or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,8 @@ class ModelProcess:
         self.progress = ""  # the last line of its log while it starts
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[str] | None = None  # its address
+        self._began = 0.0
         self._lines: list[str] = []
 
     @property
@@ -66,29 +79,39 @@ class ModelProcess:
             return "ready"
         return "starting" if self._process is not None else "failed" if self.fault else "stopped"
 
-    async def start(self, common: Sequence[str]) -> None:
-        """Returns when it serves; EngineDead with the end of its log if it does not."""
-        began, entry = time.monotonic(), self.entry
+    async def launch(self, common: Sequence[str]) -> None:
+        """Starts its process, which imports and then waits for `start`: it takes no memory for a model before."""
+        self._began, entry = time.monotonic(), self.entry
         self.fault, self._lines = None, []
         source = [] if entry.source == BUILTIN else [entry.source]
         command = [sys.executable, "-m", "quire", "serve", *source, "--host", "127.0.0.1", "--port", "0"]
         command += ["--served-model-name", entry.name, *entry.aliases, *common, *entry.flags]
+        environment = {name: value for name, value in os.environ.items() if name not in FRONT_VARIABLES}
         self._process = await asyncio.create_subprocess_exec(
             *command,
             stderr=asyncio.subprocess.PIPE,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
+            env=environment | {START_ON_STDIN: "1"},
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read(self._process, ready), name=f"log-{entry.name}")
+        self._ready = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read(self._process, self._ready), name=f"log-{entry.name}")
+
+    async def start(self) -> None:
+        """Returns when it serves; CannotStart with the end of its log if it does not."""
+        assert self._ready is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it ended already: its log says why
+            self._process.stdin.write(b"\n")
         try:
-            url = await ready
+            url = await self._ready
         except EngineDead:
             await self._bury()
             raise
         self.client = HttpClient(url)
-        self.start_seconds = time.monotonic() - began
+        self.start_seconds = time.monotonic() - self._began
         self.last_used = time.monotonic()
         self.took = memory_of(self._process.pid)
 
@@ -110,7 +133,7 @@ class ModelProcess:
         )
         if not ready.done():
             self.fault = why.partition("error:")[2].strip() or why
-            ready.set_exception(EngineDead(f"{self.entry.name} cannot be started: {self.fault}"))
+            ready.set_exception(CannotStart(f"{self.entry.name} cannot be started: {self.fault}"))
         elif self.client is not None:
             log.error("%s ended by itself (%s): its next request starts it again", self.entry.name, why)
             self.client, self._process = None, None
@@ -119,6 +142,8 @@ class ModelProcess:
         """SIGTERM, and SIGKILL to its whole group if that takes too long."""
         client, process = self.client, self._process
         self.client = None
+        if self._ready is not None:
+            self._ready.cancel()
         if client is not None:
             await client.close()
         if process is not None and process.returncode is None:
@@ -137,7 +162,7 @@ class ModelProcess:
         if self._reading is not None:
             with suppress(asyncio.CancelledError, EngineDead):
                 await self._reading
-        self._process = self._reading = None
+        self._process = self._reading = self._ready = None
 
 
 def _end_with_parent() -> None:
@@ -197,17 +222,32 @@ class ModelSet:
             return max(self.models.values(), key=lambda model: (model.last_used, model.entry.pinned))
         known = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
         if known is None:
-            raise InvalidRequest(
+            raise UnknownModel(
                 f"the model {name[:80]!r} does not exist: this server has {', '.join(self.models)}", "model"
             )
         return self.models[known]
 
+    def running(self) -> ModelProcess | None:
+        """The most recently used one that serves."""
+        serving = [model for model in self.models.values() if model.client is not None]
+        return max(serving, key=lambda model: model.last_used, default=None)
+
     async def open(self) -> None:
-        """Starts the pinned models, one after the other, and looks for idle ones from then on."""
+        """Starts the pinned models, one after the other, and looks for idle ones from then on.
+
+        One that cannot be started keeps its memory reserved; its next request tries again.
+        """
         for model in self.models.values():
             if model.entry.pinned:
-                await self._started(model)
+                try:
+                    await self._started(model)
+                except EngineDead as fault:
+                    log.error("%s; the other models are served", fault)
         self._looking = asyncio.create_task(self._look(), name="idle-models")
+
+    async def stop_idle(self) -> None:
+        """Those without a request; pages that watch them get an error event."""
+        await asyncio.gather(*(model.stop() for model in self.models.values() if not model.num_open))
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -260,24 +300,40 @@ class ModelSet:
     async def _start(self, model: ModelProcess) -> None:
         async with self._turn:
             if model.client is None:
-                await self._make_room(model)
-                await model.start(self.common)
+                try:
+                    need = await self._needed(model)
+                    await model.launch(self.common)  # it imports while another one ends
+                    await self._make_room(model, need)
+                    await model.start()
+                except CannotStart as fault:
+                    model.fault = model.fault or str(fault)
+                    raise
 
-    async def _make_room(self, model: ModelProcess) -> None:
-        need = self.need(model.entry)
+    async def _needed(self, model: ModelProcess) -> int:
+        """Bytes that it needs. CannotStart where it could not start, whichever others were stopped."""
+        entry = model.entry
+        if is_missing(entry.source):
+            raise CannotStart(
+                f"{entry.name} cannot be started: {entry.source}: no such folder or file: put it back and ask again"
+            )
+        need = await asyncio.to_thread(self.need, entry)  # it may read files
+        pinned = [other for other in self.models.values() if other.entry.pinned and other is not model]
+        held = sum(other.took or self.need(other.entry) for other in pinned)
+        if pinned and (held + need > self.memory or len(pinned) >= self.max_running):
+            raise CannotStart(
+                f"{entry.name} needs {need / 1e9:.1f} GB beside the pinned "
+                f"{', '.join(other.entry.name for other in pinned)} ({held / 1e9:.1f} of {self.memory / 1e9:.1f} GB, "
+                f"{len(pinned)} of {self.max_running} models): raise --models-memory or --models-max, or pin fewer"
+            )
+        return need
+
+    async def _make_room(self, model: ModelProcess, need: int) -> None:
         while True:
             running = [other for other in self.models.values() if other.client is not None]
             used = sum(other.took or self.need(other.entry) for other in running)
             if len(running) < self.max_running and (used + need <= self.memory or not running):
                 return
-            evictable = [other for other in running if not other.entry.pinned]
-            if not evictable:
-                held = ", ".join(other.entry.name for other in running)
-                raise EngineDead(
-                    f"{model.entry.name} needs {need / 1e9:.1f} GB beside the pinned {held} ({used / 1e9:.1f} of "
-                    f"{self.memory / 1e9:.1f} GB): raise --models-memory or pin fewer models"
-                )
-            idle = [other for other in evictable if not other.num_open]
+            idle = [other for other in running if not other.num_open and not other.entry.pinned]
             if idle:
                 oldest = min(idle, key=lambda other: other.last_used)
                 log.info("%s makes room for %s", oldest.entry.name, model.entry.name)
@@ -320,6 +376,18 @@ class ModelSet:
         ]
 
 
+def is_missing(source: str) -> bool:
+    """Whether it names a file or folder, and none is there. `read_models` makes paths absolute."""
+    path = Path(source).expanduser()
+    return (path.is_absolute() or path.suffix.lower() == ".gguf") and not path.exists()
+
+
+def _located(source: str) -> str:
+    """A relative path that leads to a model now would later be taken for a hub's name, were the model gone."""
+    path = Path(source).expanduser()
+    return str(path.absolute()) if path.exists() or source.startswith((".", "~")) else source
+
+
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -349,7 +417,7 @@ def read_models(document: Mapping[str, Any]) -> list[ModelEntry]:
         entries.append(
             ModelEntry(
                 name=str(name),
-                source=str(fields.get("model", name)),
+                source=_located(str(fields.get("model", name))),
                 aliases=tuple(map(str, fields.get("aliases") or ())),
                 flags=tuple(word for flag in flags for word in flag),
                 keep_alive=keep_alive,

@@ -211,10 +211,10 @@ def request_target(scope: Scope) -> str:
     return f"{path}?{query}" if query else path
 
 
-def request_head(scope: Scope) -> bytes:
+def request_head(scope: Scope, names_client: bool = True) -> bytes:
     lines = [name + b": " + value for name, value in scope["headers"] if name not in HOP_BY_HOP]
     client = scope.get("client")
-    if client is not None:
+    if client is not None and names_client:
         lines.append(b"x-forwarded-for: " + client[0].encode("latin-1"))
     return b"\r\n".join(lines) + b"\r\n"
 

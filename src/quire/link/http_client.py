@@ -83,6 +83,7 @@ class HttpClient:
         fixed = {"Host": parts.netloc.rpartition("@")[2], **(headers or {})}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._busy: set[asyncio.StreamWriter] = set()
         self.num_opened = 0
 
     @asynccontextmanager
@@ -98,18 +99,21 @@ class HttpClient:
             response, connection = await self._answered(request)
         except _BROKEN as fault:
             raise ConnectionLost(_reason(fault)) from fault
+        self._busy.add(connection[1])
         try:
             yield response
         except _BROKEN as fault:
             raise ConnectionLost(_reason(fault)) from fault
         finally:
+            self._busy.discard(connection[1])
             if response.keeps_alive:
                 self._idle.append(connection)
             else:
                 connection[1].close()
 
     async def close(self) -> None:
-        for _, writer in self._idle:
+        """Responses that have not ended raise ConnectionLost."""
+        for writer in (*self._busy, *(writer for _, writer in self._idle)):
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()

@@ -4,6 +4,10 @@ import glob
 import os
 from pathlib import Path
 
+START_ON_STDIN = (
+    "QUIRE_START_ON_STDIN"  # a server with this variable imports, and starts after a line on stdin
+)
+
 
 def default_num_threads() -> int:
     """Physical cores that this process may use, by its affinity and its control group."""

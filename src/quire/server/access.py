@@ -316,6 +316,7 @@ ADMIN_PATHS = frozenset(
         "/v1/unload_lora_adapter",
     }
 )
+MODEL_CHANGES = frozenset({"/v1/models/load", "/v1/models/unload"})  # of a server with several models
 _WITHOUT_VERSION = re.compile(
     r"/(chat/completions|completions|embeddings|classify|score|rerank|fill-mask|models|responses|conversations|messages"
     r"|files|uploads|vector_stores|batches)(/|$)"
@@ -336,7 +337,7 @@ def is_open(path: str) -> bool:
 
 def needs_admin(method: str, path: str) -> bool:
     """Whether this is an operators' call: one that changes the server for all keys, or shows what all of them do."""
-    if path in ADMIN_PATHS or path.startswith(ENGINE_PATHS):
+    if path in ADMIN_PATHS or path.startswith(ENGINE_PATHS) or (method == "POST" and path in MODEL_CHANGES):
         return True
     return method == "DELETE" and path.startswith("/v1/models/")
 
@@ -348,6 +349,31 @@ def is_local(scope: Scope) -> bool:
     host = headers.get(b"host", b"").decode("latin-1")
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     return address in _LOCAL and name in _LOCAL and _FORWARDED.isdisjoint(headers)
+
+
+def identified(path: str, scope: Scope, keys: Keys, admin: Keys) -> str | None:
+    """The name of the request's key; None where it needs none. Raises 401 or 403."""
+    if is_open(path) or scope["method"] == "OPTIONS":
+        return None
+    is_admin = needs_admin(scope["method"], path)
+    if is_admin and not admin:
+        may_be_local = path.startswith(ENGINE_PATHS) or path in MODEL_CHANGES
+        if not (may_be_local and is_local(scope)):
+            raise ApiError(403, f"{_OFF}, or ask on the server's own machine" if may_be_local else _OFF)
+        is_admin = False
+    wanted = admin if is_admin else keys
+    if not wanted:
+        return None
+    name = wanted.identify(offered_key(scope["headers"]))
+    if name is None:
+        kind = "the admin key" if is_admin else "an API key"
+        raise ApiError(
+            401,
+            f"this needs {kind}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return name
 
 
 def _add_version(scope: Scope) -> None:
@@ -395,7 +421,7 @@ class RequestMiddleware:
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
         _add_version(scope)
-        context = RequestContext(_request_id(scope), keep_alive=self._keep_alive)
+        context = RequestContext(request_id_of(scope), keep_alive=self._keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)
         try:
@@ -414,7 +440,7 @@ class RequestMiddleware:
         self, scope: Scope, context: RequestContext, receive: Receive, response: "_Response"
     ) -> None:
         path = path_of(scope)
-        context.key = self._identified(path, scope)
+        context.key = identified(path, scope, self._keys, self._admin)
         if not _UPLOADED.fullmatch(
             path
         ):  # those bodies are written to disk as they come, with limits of their own
@@ -435,33 +461,6 @@ class RequestMiddleware:
         except ApiError:
             self._metrics.refused("rate_limit")
             raise
-
-    def _identified(self, path: str, scope: Scope) -> str | None:
-        if is_open(path) or scope["method"] == "OPTIONS":
-            return None
-        is_admin = needs_admin(scope["method"], path)
-        if is_admin and not self._admin:
-            if not (path.startswith(ENGINE_PATHS) and is_local(scope)):
-                raise ApiError(
-                    403,
-                    _OFF
-                    if not path.startswith(ENGINE_PATHS)
-                    else f"{_OFF}, or ask on the server's own machine",
-                )
-            is_admin = False
-        keys = self._admin if is_admin else self._keys
-        if not keys:
-            return None
-        name = keys.identify(offered_key(scope["headers"]))
-        if name is None:
-            wanted = "the admin key" if is_admin else "an API key"
-            raise ApiError(
-                401,
-                f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return name
 
     def _note(self, scope: Scope, context: RequestContext, status: int) -> None:
         # never the raw path, which would let clients create metric series
@@ -514,7 +513,7 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def _request_id(scope: Scope) -> str:
+def request_id_of(scope: Scope) -> str:
     """The caller's own, if it is fit for a header and a log line."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):

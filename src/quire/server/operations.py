@@ -48,8 +48,8 @@ def operations_router(service: Service) -> APIRouter:
     @router.get("/")
     async def root(request: Request) -> Response:
         """What answers here; for a browser the page."""
-        if wants_page(service, request):
-            return file_reply(service, "index.html", request)
+        if wants_page(service.settings, request):
+            return file_reply(service.settings, "index.html", request)
         return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
 
     @router.head("/health", include_in_schema=False)

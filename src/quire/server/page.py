@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.server.laboratory import has_laboratory
 from quire.server.service import Service
+from quire.server.settings import ServerSettings
 
 FOLDER = "page_files"
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -32,21 +33,21 @@ def page_router(service: Service) -> APIRouter:
 
     @router.get("/page/{name}")
     async def page_file(name: str, request: Request) -> Response:
-        return file_reply(service, name, request)
+        return file_reply(service.settings, name, request)
 
     return router
 
 
-def wants_page(service: Service, request: Request) -> bool:
+def wants_page(settings: ServerSettings, request: Request) -> bool:
     """Browsers ask for HTML at `/`; other clients get JSON there."""
-    return service.settings.page and "text/html" in request.headers.get("accept", "")
+    return settings.page and "text/html" in request.headers.get("accept", "")
 
 
-def file_reply(service: Service, name: str, request: Request) -> Response:
+def file_reply(settings: ServerSettings, name: str, request: Request) -> Response:
     """One file of the page, if the client does not have it already."""
     if name not in _names():
         raise HTTPException(404)
-    views = ["files", "training"] * service.settings.keeps_files + ["laboratory"] * has_laboratory()
+    views = ["files", "training"] * settings.keeps_files + ["laboratory"] * has_laboratory()
     data, packed, tag = _file(name, " ".join(views))
     headers = {**HEADERS, "ETag": tag}
     if request.headers.get("if-none-match") == tag:

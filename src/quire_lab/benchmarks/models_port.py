@@ -5,9 +5,9 @@
 How it is measured:
 - One `quire serve --models` has two chat models (the built-in one under two names, with settings of their own) and an
   encoder, and memory for one. Requests go to the three in turn, one after the other: each is a switch.
-- `wait` is what the answer's header says a request waited for its model. `start` is what the model's server took from
-  its process's begin to its first readiness, as the front reports it. `beyond_start` is the rest of the wait: stopping
-  the model before.
+- `wait` is what the answer's header says a request waited for its model. `start` is the median of STARTS loads of that
+  model while no other runs: from the begin of its process to its first readiness, as the front reports it.
+  `beyond_start` is the difference: what stopping the model before adds to the wait.
 - `memory` is the resident memory (RSS) of the front and all processes below it, with all models unloaded, before the
   first request and after the last. Shared pages count in each process.
 """
@@ -36,6 +36,7 @@ GOAL_BYTES = 50_000_000
 CHAT = {"model": "builtin", "memory": 900_000_000}
 SETTINGS = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M", "data-dir": "none", "no-embeddings": True}
 KEY = "benchmark"
+STARTS = 3  # of each model alone
 
 
 class Front:
@@ -89,6 +90,12 @@ def asked(front: Front, name: str) -> float:
     return waited
 
 
+def started_alone(front: Front, name: str) -> float:
+    seconds = front.ask("/v1/models/load", {"model": name})[1]["start_seconds"]
+    front.ask("/v1/models/unload", {"model": name})
+    return float(seconds)
+
+
 def switches(encoder: str, num_requests: int, folder: Path) -> dict[str, Any]:
     front = Front(models(encoder), folder)
     try:
@@ -96,13 +103,17 @@ def switches(encoder: str, num_requests: int, folder: Path) -> dict[str, Any]:
         for name in names:  # what is imported and cached once
             asked(front, name)
         front.ask("/v1/models/unload", {"model": names[-1]})
+        alone = {name: statistics.median(started_alone(front, name) for _ in range(STARTS)) for name in names}
         before = front.memory()
         for number in range(num_requests):
             name = names[number % len(names)]
             try:
                 waited = asked(front, name)
-                start = front.ask("/v1/models/load", {"model": name})[1]["start_seconds"]
-                waits.append({"model": name, "wait": waited, "start": start, "beyond_start": waited - start})
+                if number:  # the first one stops no other
+                    start = alone[name]
+                    waits.append(
+                        {"model": name, "wait": waited, "start": start, "beyond_start": waited - start}
+                    )
             except (urllib.error.URLError, OSError, AssertionError, KeyError) as error:
                 errors.append(f"request {number} to {name}: {error!r}")
         loaded = front.memory()

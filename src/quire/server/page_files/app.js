@@ -62,7 +62,13 @@ async function show(id, focus = false) {
   current = next;
   if (location.hash !== `#${id}`) history.replaceState(null, "", `#${id}`);
   if (focus) next.tab.focus();
-  next.view ??= (await next.make())(next.panel, { tell });
+  checkVersion();
+  try {
+    next.view ??= (await next.make())(next.panel, { tell });
+  } catch (error) { // its file comes from a server that is gone, or of another version
+    tell(`This view cannot be loaded (${error.message}): reload the page.`);
+    return;
+  }
   if (current === next) next.view.show?.();
 }
 
@@ -137,9 +143,10 @@ feed.onstatus((text, kind) => {
 });
 
 async function checkVersion() {
-  const { version } = await json("version");
+  const { version } = await json("version").catch(() => ({ version: VERSION })); // what is asked next says what is wrong
   if (version !== VERSION) tell(`The server is version ${version} and this page is of ${VERSION}: reload it.`);
 }
 
+document.addEventListener("visibilitychange", () => { if (!document.hidden) checkVersion(); });
 window.quire = { feed, base: BASE.href };
 start();

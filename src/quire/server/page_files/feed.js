@@ -200,7 +200,8 @@ class Feed {
         if (control.signal.aborted) break;
         this.error = error;
         if ([400, 401, 403].includes(error.status)) { this.say("", ""); this.notify(); return; }
-        this.say(error.status === 503 || error.code === "engine_dead" ? "engine restarting" : "no connection", "lost");
+        const starts = error.status === 503 || error.code === "engine_dead";
+        this.say(error.code === "no_model" ? "no model runs" : starts ? "engine restarting" : "no connection", "lost");
         this.notify();
       }
       await new Promise((resolve) => setTimeout(resolve, 1000));

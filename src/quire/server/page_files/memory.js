@@ -11,7 +11,7 @@ const LEGEND = [["free", "free", "free"], ["cached", "cached prefix", "cached"],
 
 // What a view shows instead while the feed cannot be read.
 export function locked(error, retry) {
-  if (!error || ![400, 401, 403].includes(error.status)) return null;
+  if (!error || (![400, 401, 403].includes(error.status) && error.code !== "no_model")) return null;
   if (error.status !== 401) return h("div", { class: "splash" }, h("div", { class: "card key" }, h("h1", {}, "Nothing to show here"), h("p", {}, clean(error.message))));
   const input = h("input", { type: "password", autocomplete: "off", required: true, "aria-label": "Admin key" });
   const form = h("form", { class: "card key" }, h("h1", {}, "This view needs the admin key"),

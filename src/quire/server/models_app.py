@@ -1,0 +1,213 @@
+"""ModelsApp: one port before several models. A request goes to the server of the model that it names."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire import __version__
+from quire.core.errors import EngineDead, QuireError
+from quire.fleet.model_set import CannotStart, ModelProcess, ModelSet, UnknownModel, keep_alive_seconds
+from quire.fleet.proxy import (
+    MAX_BODY_BYTES,
+    ClientLeft,
+    Reply,
+    read_body,
+    request_head,
+    request_target,
+    until_gone,
+)
+from quire.link.http_client import ConnectionLost, HttpClient
+from quire.server.access import (
+    ENGINE_PATHS,
+    MODEL_CHANGES,
+    PAGE_FILES,
+    Keys,
+    RequestContext,
+    error_reply,
+    identified,
+    is_local,
+    path_of,
+    request_id_of,
+)
+from quire.server.errors import ApiError, Unavailable, as_api_error
+from quire.server.page import file_reply, wants_page
+from quire.server.reply import JsonReply
+from quire.server.settings import ServerSettings
+
+WAITED = b"x-quire-model-wait"  # seconds that a request waited for its model's start
+MODELS = ("/v1/models", "/models")
+FILES = ("/v1/files", "/v1/uploads", "/v1/vector_stores", "/v1/batches", "/v1/fine_tuning")
+
+
+class Named(msgspec.Struct):
+    model: str | None = None
+    keep_alive: int | float | str | None = None
+
+
+class ModelsApp:
+    """The page, `/health`, lists of models, `/v1/models/load` and `unload` are its own; the rest goes to a model.
+
+    A model is not started for a request that has no key, nor for one that only watches what runs.
+    """
+
+    def __init__(self, models: ModelSet, settings: ServerSettings) -> None:
+        self._models, self._settings = models, settings
+        self._keeper = next((entry.name for entry in models.entries if "--data-dir" in entry.flags), None)
+        self._keys = Keys(settings.api_keys)
+        self._admin = Keys([settings.admin_key] if settings.admin_key else [])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope["root_path"] = self._settings.root_path.rstrip("/")
+        scope["quire.context"] = RequestContext(request_id_of(scope))
+        try:
+            identified(path_of(scope), scope, self._keys, self._admin)
+            body = await read_body(receive)
+            if body is None:
+                raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="body_too_large")
+            own = await self._own(scope, body)
+            if own is not None:
+                await own(scope, receive, send)
+            else:
+                await self._beside_leaving(self._passed_on(scope, body, send), receive)
+        except ClientLeft:
+            return
+        except (ApiError, QuireError) as error:
+            await error_reply(scope, _as_api_error(error))(scope, receive, send)
+
+    async def _own(self, scope: Scope, body: bytes) -> Response | None:
+        """The answer of a request that needs no model."""
+        path, method = path_of(scope), scope["method"]
+        if method == "POST" and path in MODEL_CHANGES:
+            return await self._changed(path, _named(body).model)
+        if method not in ("GET", "HEAD"):
+            return None
+        if path in ("/health", "/ready"):
+            states = {name: model.state for name, model in self._models.models.items()}
+            return JsonReply({"status": "ready", "models": states})
+        if path == "/version":
+            return JsonReply({"version": __version__})
+        if path == "/" or path.startswith(PAGE_FILES):
+            return self._page(path, Request(scope))
+        described = self._models.described()
+        if path in MODELS:
+            return JsonReply({"object": "list", "data": described})
+        if path in ("/api/tags", "/api/ps"):
+            listed = [model for model in described if path == "/api/tags" or model["state"] == "ready"]
+            return JsonReply({"models": [_for_ollama(model) for model in listed]})
+        asked = next(
+            (path.removeprefix(f"{prefix}/") for prefix in MODELS if path.startswith(f"{prefix}/")), ""
+        )
+        if asked:
+            name = self._models.named(asked).entry.name
+            return JsonReply(next(model for model in described if model["id"] == name))
+        return None
+
+    def _page(self, path: str, request: Request) -> Response:
+        if path == "/" and not wants_page(self._settings, request):
+            return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
+        try:
+            if not self._settings.page:
+                raise HTTPException(404)
+            name = "index.html" if path == "/" else path.removeprefix(PAGE_FILES)
+            return file_reply(self._settings, name, request)
+        except HTTPException:
+            raise ApiError(404, f"there is no {path[:80]} here", code="not_found") from None
+
+    async def _beside_leaving(self, work: Any, receive: Receive) -> None:
+        """Ends the work when the client leaves."""
+        gone, forwarding = asyncio.create_task(until_gone(receive)), asyncio.create_task(work)
+        try:
+            await asyncio.wait({gone, forwarding}, return_when=asyncio.FIRST_COMPLETED)
+            if forwarding.done():
+                forwarding.result()
+        finally:
+            for task in (gone, forwarding):
+                task.cancel()
+            await asyncio.gather(gone, forwarding, return_exceptions=True)
+
+    async def _passed_on(self, scope: Scope, body: bytes, send: Send) -> None:
+        path, named = path_of(scope), _named(body)
+        if path.startswith(ENGINE_PATHS) or path == "/metrics":  # a page that is left open holds no model
+            model = self._models.running()
+            if model is None or model.client is None:
+                raise Unavailable("no model runs now: ask one, or load one", "no_model", retry_seconds=1)
+            await self._forward(model, model.client, Reply(send), scope, body)
+            return
+        model = self._models.named(named.model or (self._keeper if path.startswith(FILES) else None))
+        began = time.monotonic()
+        client = await self._models.acquire(model)
+        waited = time.monotonic() - began
+        try:
+            await self._forward(model, client, Reply(send, [(WAITED, f"{waited:.3f}".encode())]), scope, body)
+        finally:
+            self._models.release(model, keep_alive_seconds(named.keep_alive))
+
+    async def _forward(
+        self, model: ModelProcess, client: HttpClient, reply: Reply, scope: Scope, body: bytes
+    ) -> None:
+        target, head = request_target(scope), request_head(scope, names_client=not is_local(scope))
+        try:
+            async with client.send(scope["method"], target, body or None, head) as response:
+                async for piece in response.pieces():
+                    if not reply.has_begun:
+                        await reply.begin(response)
+                    await reply.send_piece(piece)
+                await reply.end(response)
+        except ConnectionLost as fault:
+            message = f"the server of {model.entry.name} was lost ({fault}): try again"
+            if not reply.has_begun:
+                raise Unavailable(message, "engine_down", retry_seconds=1) from fault
+            await reply.break_off(message)
+
+    async def _changed(self, path: str, name: str | None) -> Response:
+        model = self._models.named(name)
+        if path.endswith("/unload"):
+            await self._models.unload(model)
+        else:
+            await self._models.acquire(model)
+            self._models.release(model)
+        state = {"model": model.entry.name, "state": model.state, "start_seconds": model.start_seconds}
+        return JsonReply(state)
+
+
+def _as_api_error(error: ApiError | QuireError) -> ApiError:
+    match error:
+        case UnknownModel():
+            return ApiError(404, str(error), param="model", code="model_not_found")
+        case CannotStart():  # OpenAI's clients would try again in vain, and each time stop another model for it
+            return ApiError(503, str(error), code="model_not_started", headers={"x-should-retry": "false"})
+        case EngineDead():
+            return Unavailable(str(error), "engine_down")
+    return as_api_error(error)
+
+
+_decode = msgspec.json.Decoder(Named).decode
+
+
+def _named(body: bytes) -> Named:
+    """A body that is no JSON goes to the model that was used last, whose server says what is wrong with it."""
+    try:
+        return _decode(body) if body else Named()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Named()
+
+
+def _for_ollama(described: Mapping[str, Any]) -> dict[str, Any]:
+    details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+    name = described["id"]
+    return {
+        "name": name,
+        "model": name,
+        "size": described["memory_bytes"] or 0,
+        "digest": "",
+        "details": details,
+    }
