@@ -286,10 +286,12 @@ def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: Runnin
 @needs_browser
 @pytest.mark.browser
 def test_the_map_is_true_and_four_answers_share_their_prompt(tab: Tab, keyed: RunningServer):
-    tab.ask("Compare the sea, the desert and the forest. " * 4, n="4", max_tokens="120")
+    tab.ask("Compare the sea, the desert and the forest. " * 4, n="4", max_tokens="400")
     tab.page.click("#tab-memory")
     tab.page.evaluate("quire.feed.keepHistory = true")
     tab.until("quire.feed.mirror.counts().shared > 0")
+    tab.page.click(".requests tbody tr")
+    tab.page.wait_for_selector(".blocks-table .words >> text=Compare the sea")
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"messages": [{"role": "user", "content": "Write a poem."}], "max_tokens": 80, "ignore_eos": True}
     threads = [
@@ -305,8 +307,6 @@ def test_the_map_is_true_and_four_answers_share_their_prompt(tab: Tab, keyed: Ru
         same = """([step, blocks]) => (quire.feed.history.get(step) ?? []).some(({ used, ...counts }) =>
             Object.keys({...counts, ...blocks}).every((name) => counts[name] === blocks[name]))"""
         tab.until(same, [pool["step"], pool["blocks"]])
-    tab.page.click(".requests tbody tr")
-    tab.page.wait_for_selector(".blocks-table .words >> text=Compare the sea")
     assert tab.page.evaluate("quire.feed.mirror.counters.copies") >= 3
     for thread in threads:
         thread.join()

@@ -91,7 +91,7 @@ class ChatView {
   }
 
   showStores(stores) {
-    if (!stores.some((store) => store.id === this.settings.store)) this.set("store", "");
+    if (this.settings.store && !stores.some((store) => store.id === this.settings.store)) this.set("store", "");
     fill(this.store, h("option", { value: "" }, "no files"), stores.map((store) => h("option", { value: store.id }, clean(store.name || store.id))));
     this.store.value = this.settings.store;
     this.storeField.hidden = !stores.length;
