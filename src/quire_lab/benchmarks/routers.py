@@ -62,8 +62,8 @@ def main() -> None:
         ),
     }
     version = "import importlib.metadata as m; print(m.version('sglang-router'))"
-    found = subprocess.run([python, "-c", version], capture_output=True, text=True, check=False)
-    if found.returncode:
+    installed = subprocess.run([python, "-c", version], capture_output=True, text=True, check=False)
+    if installed.returncode:
         raise SystemExit(f"--router-python {python} has no sglang-router: pip install sglang-router there")
     source = str(Path(__file__).parents[2])
     with (
@@ -73,7 +73,7 @@ def main() -> None:
     ):
         turns = asyncio.run(measure(kinds, (first, second), Path(name), options))
     record = {"benchmark": "routers", **describe_origin(), "settings": {**vars(options), "flags": FLAGS}}
-    record["versions"] |= {"sglang-router": found.stdout.strip()}
+    record["versions"] |= {"sglang-router": installed.stdout.strip()}
     record["results"] = {workload: summary(of) for workload, of in turns.items()}
     for name in ("output", "router_python"):
         del record["settings"][name]
