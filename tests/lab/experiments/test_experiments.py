@@ -207,10 +207,12 @@ def test_on_a_busy_machine_no_sentence_says_the_opposite(setup, busy):
         assert "not resolved on this machine" in finding.take_away
     by_claim = {check.claim: check for check in finding.checks}
     assert by_claim["both ways give the same tokens"].held
-    assert by_claim["without a cache time grows by a higher power of the length (by 0.2 at least)"].held in (
-        None,
-        ratio["resolved"],
-    )
+    power = by_claim["without a cache time grows by a higher power of the length (by 0.2 at least)"]
+    more = finding.results["time_exponents"]["more"]  # about 0.1 with so small a model, and rarely resolved
+    if more["low"] is None or more["low"] < 0.2 <= more["high"]:
+        assert power.held is None
+    else:
+        assert power.held is (more["low"] >= 0.2)
 
 
 def test_hardly_any_time_gives_a_report_without_claims(setup):
