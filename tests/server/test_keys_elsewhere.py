@@ -100,21 +100,29 @@ def test_fair_shares_are_among_keys():
     server = RunningServer(*keys, "--schedule", "fair", "--max-num-seqs", "1")
     ended: list[str] = []
 
-    def ask(key: str) -> None:
-        client = server.client(api_key=key, timeout=60)
+    def ask(client: openai.OpenAI, max_tokens: int) -> None:
         client.completions.create(
-            model=MODEL, prompt=f"Of {key}:", max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
+            model=MODEL, prompt="Of:", max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
         )
-        ended.append(key)
+        ended.append(client.api_key)
+
+    def reach(metric: str, count: int) -> None:
+        deadline = time.monotonic() + 30
+        while server.metric(metric) < count:
+            assert time.monotonic() < deadline, metric
+            time.sleep(0.005)
 
     try:
         server.wait_ready()
-        asking = [threading.Thread(target=ask, args=("one",)) for _ in range(6)]
-        for thread in asking:
+        first, *others, last = (server.client(api_key=key, timeout=60) for key in ["one"] * 6 + ["two"])
+        asking = [threading.Thread(target=ask, args=(first, 800))]
+        asking += [threading.Thread(target=ask, args=(client, 20)) for client in others]
+        asking[0].start()
+        reach("num_requests_running", 1)
+        for thread in asking[1:]:
             thread.start()
-        while server.metric("num_requests_waiting") < 5:
-            time.sleep(0.005)
-        asking.append(threading.Thread(target=ask, args=("two",)))
+        reach("num_requests_waiting", 5)
+        asking.append(threading.Thread(target=ask, args=(last, 20)))
         asking[-1].start()
         for thread in asking:
             thread.join(60)
