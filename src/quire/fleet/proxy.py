@@ -1,8 +1,7 @@
 """RouterApp: an ASGI application that passes requests on to servers and their answers back, as they come."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -62,17 +61,7 @@ class RouterApp:
         if body is None:
             await refuse(send, 413, f"the body has more than {MAX_BODY_BYTES} bytes", "body_too_large")
             return
-        gone = asyncio.create_task(until_gone(receive))
-        forwarding = asyncio.create_task(self._forward(scope, body, send))
-        try:
-            await asyncio.wait({gone, forwarding}, return_when=asyncio.FIRST_COMPLETED)
-            if forwarding.done():
-                forwarding.result()
-        finally:
-            for task in (gone, forwarding):
-                task.cancel()
-                with suppress(asyncio.CancelledError, OSError, QuireError):
-                    await task
+        await while_connected(self._forward(scope, body, send), receive)
 
     # ------------------------------------------------------------------ passing on
 
@@ -238,6 +227,19 @@ async def read_body(receive: Receive) -> bytes | None:
 async def until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Runs `work`, and cancels it when the client leaves."""
+    gone, working = asyncio.create_task(until_gone(receive)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        for task in (gone, working):
+            task.cancel()
+        await asyncio.gather(gone, working, return_exceptions=True)
 
 
 async def answer(

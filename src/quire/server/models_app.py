@@ -1,6 +1,5 @@
 """ModelsApp: one port before several models. A request goes to the server of the model that it names."""
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from quire.fleet.proxy import (
     read_body,
     request_head,
     request_target,
-    until_gone,
+    while_connected,
 )
 from quire.link.http_client import ConnectionLost, HttpClient
 from quire.server.access import (
@@ -77,7 +76,7 @@ class ModelsApp:
             if own is not None:
                 await own(scope, receive, send)
             else:
-                await self._beside_leaving(self._passed_on(scope, body, send), receive)
+                await while_connected(self._passed_on(scope, body, send), receive)
         except ClientLeft:
             return
         except (ApiError, QuireError) as error:
@@ -121,18 +120,6 @@ class ModelsApp:
             return file_reply(self._settings, name, request)
         except HTTPException:
             raise ApiError(404, f"there is no {path[:80]} here", code="not_found") from None
-
-    async def _beside_leaving(self, work: Any, receive: Receive) -> None:
-        """Ends the work when the client leaves."""
-        gone, forwarding = asyncio.create_task(until_gone(receive)), asyncio.create_task(work)
-        try:
-            await asyncio.wait({gone, forwarding}, return_when=asyncio.FIRST_COMPLETED)
-            if forwarding.done():
-                forwarding.result()
-        finally:
-            for task in (gone, forwarding):
-                task.cancel()
-            await asyncio.gather(gone, forwarding, return_exceptions=True)
 
     async def _passed_on(self, scope: Scope, body: bytes, send: Send) -> None:
         path, named = path_of(scope), _named(body)

@@ -34,7 +34,7 @@ struct alignas(64) Share {
     std::atomic<uint64_t> chunks{0};
 };
 
-// Each thread goes through its own share in order, so that weights stream from memory, and then helps with the others.
+// Each thread goes through its own share in order, so that weights stream from memory, and then steals chunks of others.
 struct Pool {
     Share shares[kMaxThreads];
     std::atomic<uint64_t> job{0};
