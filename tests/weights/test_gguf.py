@@ -114,6 +114,24 @@ def test_half_precision_tensors_are_views_of_the_file(tmp_path: Path) -> None:
     assert found.tolist() == raw.tolist()
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident pages are counted from /proc")
+def test_pages_of_the_file_are_released_though_rows_were_read_again(tmp_path: Path) -> None:
+    rows = {f"blk.{index}.attn_v.weight": torch.ones(256, 256) for index in range(8)}
+    path = bare_llama(tmp_path / "large.gguf", tensors=rows)
+    read = []
+    for _, tensor in GgufSource(path).tensors():  # a fused matrix joins rows of this tensor with those of earlier ones
+        read.append(tensor)
+        sum(floats(earlier).sum() for earlier in read)
+    assert _resident_bytes(path) < 2**18
+
+
+def _resident_bytes(path: Path) -> int:
+    """Of all mappings of this file in this process."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    sizes = [next(line for line in lines if line.startswith("Rss:")) for line in lines if line.endswith(str(path))]
+    return sum(1024 * int(size.split()[1]) for size in sizes)
+
+
 def test_the_fingerprint_follows_the_file(tmp_path: Path) -> None:
     first = GgufSource(bare_llama(tmp_path / "a.gguf")).fingerprint
     assert GgufSource(tmp_path / "a.gguf").fingerprint == first

@@ -80,7 +80,7 @@ class GgufSource:
             tensor = hugging_face_layout(self.architecture, self.config, info.name, stored)
             shape = (info.shape[0], info.shape[-1])
             yield name, tensor if scheme is None else Encoded(scheme, {"blocks": tensor}, shape)
-            self._file.forget(info)
+            self._file.forget()
 
     def tokenizer_json(self) -> str | None:
         """Built once per file and kept in the cache folder: building takes longer than the rest of opening."""

@@ -115,13 +115,13 @@ class GgufFile:
         rows = int(np.prod(tensor.shape[:-1], dtype=np.int64)) if tensor.shape else 1
         return flat.reshape(rows, -1) if tensor.num_bytes else flat.reshape(rows, 0)
 
-    def forget(self, tensor: TensorInfo) -> None:
-        """Releases the pages of a tensor that was unpacked; a later read maps them again."""
-        page = mmap.PAGESIZE
-        start = -(-tensor.start // page) * page
-        length = (tensor.start + tensor.num_bytes - start) // page * page
-        if length > 0 and hasattr(self.buffer, "madvise"):
-            self.buffer.madvise(mmap.MADV_DONTNEED, start, length)
+    def forget(self) -> None:
+        """Releases the mapped pages of everything that was read; a later read maps them again.
+
+        Not of one tensor only: rows that are joined with those of the next tensor are read a second time.
+        """
+        if hasattr(self.buffer, "madvise"):
+            self.buffer.madvise(mmap.MADV_DONTNEED)
 
     def _check_extent(self) -> None:
         needed = max((tensor.start + tensor.num_bytes for tensor in self.tensors.values()), default=0)
