@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -88,3 +89,32 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.mkdir()
     monkeypatch.setenv("QUIRE_CACHE", str(path))
     return path
+
+
+@pytest.fixture
+def ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter sums a dot's terms in one order, as a GPU does.
+
+    It calls numpy, whose BLAS orders them by a row's place in the matrix on some CPUs (OpenBLAS's kernels for Zen).
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    numpy = pytest.importorskip("numpy")
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        total = numpy.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+        for k in range(a.shape[-1]):
+            total += a[..., :, k, None].astype(dtype) * b[..., k, None, :].astype(dtype)
+        return total
+
+    monkeypatch.setattr(interpreter, "np", _Changed(numpy, matmul=matmul))
+
+
+class _Changed:
+    """A module with some of its names changed."""
+
+    def __init__(self, module: Any, **changed: Any) -> None:
+        self.__dict__.update(changed)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -29,7 +29,7 @@ TREES = {"method": "ngram", "num_speculative_tokens": 3, "tree_width": 3, "adapt
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(ordered_dots: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What decides bits is what a GPU has: attention, products, and the pages that an accepted path leaves."""
     for operation in ("attention", "invariant_linear", "trees"):
         monkeypatch.setitem(registry._ALTERNATIVES, operation, (("triton", "cpu"),))

@@ -96,6 +96,7 @@ def test_clamped_experts_with_biases_agree(kernel: Kernel, tokens: int) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("ordered_dots")
 def test_invariant_experts_give_a_token_the_same_bits_in_any_batch(kernel: Kernel) -> None:
     fast, reference = kernel
     x, gate_up, down = torch.randn(70, 72), torch.randn(6, 80, 72) * 0.1, torch.randn(6, 72, 40) * 0.1

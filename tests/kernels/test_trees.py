@@ -111,6 +111,7 @@ def test_triton_refuses_what_it_would_get_wrong() -> None:
         triton.paged_attention(*case.arguments(30), None, *masks, **case.scales)
 
 
+@pytest.mark.usefixtures("ordered_dots")
 @IN_INTERPRETER
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "base", "dtype"), [
     (6, 2, 32, 16, 0, 59, torch.float32), (2, 2, 24, 1, 0, 506, torch.float32), (8, 1, 64, 128, 20, 700, torch.float32),

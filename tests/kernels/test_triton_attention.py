@@ -152,6 +152,7 @@ def test_without_prompts_only_decodes_are_written() -> None:
     assert (out[1:] == 7.0).all()
 
 
+@pytest.mark.usefixtures("ordered_dots")
 @pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (530, torch.float32), (0, torch.int8)])
 def test_deterministic_bits_do_not_depend_on_batch_chunk_or_block_size(
     window: int, dtype: torch.dtype
