@@ -1,180 +1,23 @@
-"""How many objects a streamed token makes on the HTTP side, from Stream.push to the ASGI send.
+"""How many objects a streamed token makes on the HTTP side; stream_cost.py counts them."""
 
-How they are counted: the event loop runs under an opcode trace. At every opcode the handler reads
-sys.getallocatedblocks() and adds what it has grown by since the last opcode: an object that an opcode makes lives at
-least until the next one, so transient objects count too. CPython keeps freed lists, dicts and tuples for reuse, which
-would hide new ones; the handler empties those stores after each reading. A container's own storage counts as part of
-the container. Floats (the clock's readings, latencies) are not counted, nor what tracing itself makes when a function
-is entered, nor the locks of the metrics, nor what Starlette makes behind the ASGI send. The driver's own
-cost is measured without a token and taken off.
-"""
-
-import asyncio
-import dis
-import gc
-import inspect
+import json
+import subprocess
 import sys
-from types import FrameType
-from typing import Any
 
 import pytest
-import uvloop
 
-from quire.engine.streams import Stream
-from tests.server.scripted import ScriptedEngine, posted, scripted_app, update
+from tests.conftest import ROOT
 
-NUM_TOKENS = 20
-WARM_UP = 10  # tokens: caches are filled and buffers have their size
 MOST_OBJECTS = 8
-# Behind the ASGI send, the metrics, and the driver; not this module's own test of the counter.
-_NOT_OURS = (
-    "/starlette/",
-    "/prometheus_client/",
-    "/observe/",
-    "/server/metrics.py",
-    "/tests/server/scripted.py",
-)
-_SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_PER_FRAME = 3  # what tracing makes for a function that is entered: its frame object and a dict of its locals
-_OPCODES: dict[Any, dict[int, str]] = {}
-
-
-def opcode_at(frame: FrameType) -> str:
-    names = _OPCODES.get(frame.f_code)
-    if names is None:
-        names = _OPCODES[frame.f_code] = {i.offset: i.opname for i in dis.get_instructions(frame.f_code)}
-    return names.get(frame.f_lasti, "")
-
-
-class ObjectCount:
-    """Counts while it is `on`; `by_line` says where they were made."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.total = 0
-        self.by_line: dict[str, int] = {}
-        self._held: list[Any] = [None] * 1_000_000
-        self._num_held = 0
-        self._opcode, self._line = "", ""
-        self._blocks = 0
-
-    def trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if frame.f_code in _OWN_CODE:
-            return None
-        grown = sys.getallocatedblocks() - self._blocks
-        if self.on:
-            if event == "opcode" and grown > 0:
-                self._add(1 if self._opcode.startswith("BUILD_") else grown)
-            elif event == "call" and not frame.f_code.co_flags & _SUSPENDS and grown > _PER_FRAME:
-                self._add(grown - _PER_FRAME)  # an object before its __init__, a tuple of *args
-        frame.f_trace_opcodes = True
-        if self.on:
-            self._opcode = opcode_at(frame)
-            self._line = f"{frame.f_code.co_filename}:{frame.f_lineno} {self._opcode}"
-        self._drain(3)
-        self._blocks = sys.getallocatedblocks()
-        return self.trace
-
-    def start(self) -> None:
-        gc.collect()
-        self._drain(3000)
-        self.total, self.on, self._line = 0, True, ""
-        self._blocks = sys.getallocatedblocks()
-
-    def _add(self, count: int) -> None:
-        if any(part in self._line for part in _NOT_OURS):
-            return
-        self.total += count
-        self.by_line[self._line] = self.by_line.get(self._line, 0) + count
-
-    def _drain(self, count: int) -> None:
-        """Takes what the stores of freed lists, dicts and tuples hold."""
-        held, at = self._held, self._num_held
-        for _ in range(count):
-            held[at] = [at]
-            held[at + 1] = {at: at}
-            held[at + 2] = (held,)
-            held[at + 3] = (held, at)
-            held[at + 4] = (held, at, at)
-            at += 5
-        self._num_held = at
-
-
-_OWN_CODE = {ObjectCount.start.__code__, ObjectCount._drain.__code__}
-
-
-class Driver(ScriptedEngine):
-    """Pushes one token, lets the reader run, and so on; then the same without tokens."""
-
-    def __init__(self, count: ObjectCount) -> None:
-        super().__init__([])
-        self.count = count
-        self.with_tokens = self.without = 0
-
-    async def _play(self, stream: Stream[Any]) -> None:
-        request_id = stream.request_ids[0]
-        updates = [update((65 + at % 5,)) for at in range(WARM_UP + NUM_TOKENS)]
-        for one in updates:
-            one.request_id = request_id
-        for _ in range(30):
-            await asyncio.sleep(0)
-        previous = sys.gettrace()
-        sys.settrace(self.count.trace)
-        sys._getframe().f_trace = self.count.trace
-        for one in updates[:WARM_UP]:
-            stream.push(one)
-            await asyncio.sleep(0)
-        self.count.start()
-        for one in updates[WARM_UP:]:
-            stream.push(one)
-            await asyncio.sleep(0)
-        self.with_tokens = self.count.total
-        self.count.start()
-        for _ in updates[WARM_UP:]:
-            await asyncio.sleep(0)
-        self.without = self.count.total
-        self.count.on = False
-        sys.settrace(previous)
-        last = update("", finish_reason="stop")
-        last.request_id = request_id
-        stream.push(last)
 
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="counts CPython's memory blocks")
-def test_the_counter_counts_what_is_made():
-    count = ObjectCount()
-
-    def made() -> None:
-        for _ in range(10):
-            kept: Any = [object(), {"a": object()}]
-            kept = None
-        del kept
-
-    previous = sys.gettrace()
-    sys.settrace(count.trace)
-    count.start()
-    made()
-    count.on = False
-    sys.settrace(previous)
-    assert 40 <= count.total <= 42, count.by_line  # four objects each time, and the loop's own
-
-
-@pytest.mark.skipif(sys.implementation.name != "cpython", reason="counts CPython's memory blocks")
-def test_a_streamed_token_makes_few_objects():
-    count = ObjectCount()
-    engine = Driver(count)
-    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    app = scripted_app(engine, reasoning_parser="none", tool_call_parser="none")
-    gc.collect()
-    gc.disable()  # a collection in between runs callbacks of other tests' libraries, whose objects would be counted
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `quire serve` does
-            status, pieces = runner.run(posted(app, "/v1/chat/completions", body))
-    finally:
-        gc.enable()
-    assert status == 200
-    assert (
-        len(pieces) == WARM_UP + NUM_TOKENS + 2
-    )  # the role comes with the first; the end of the answer; DONE
-    per_token = (engine.with_tokens - engine.without) / NUM_TOKENS
-    assert per_token <= MOST_OBJECTS, f"{per_token:.1f} objects for each token: {count.by_line}"
+def test_a_streamed_token_makes_few_objects() -> None:
+    command = [sys.executable, "-m", "tests.server.stream_cost"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    count = json.loads(ran.stdout.splitlines()[-1])
+    assert 40 <= count["known"] <= 42  # the counter itself: forty objects, and a loop's own
+    assert count["status"] == 200
+    assert count["pieces"] == 2  # beside the tokens: the end of the answer, DONE; the role comes with the first
+    assert count["per_token"] <= MOST_OBJECTS, count["by_line"]
