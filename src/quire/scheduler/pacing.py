@@ -5,10 +5,10 @@ FIRST = 256  # before a step with prompts was measured
 WHOLE, SMALL, LARGE = 16, 64, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
 LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
 # `auto`, of a step with prompts:
-DECODE_RATIO = 2.25  # the longest duration, in decode steps
+DECODE_RATIO = 2.1  # the longest duration, in decode steps
 SHORTEST = 0.010  # seconds; the least that the longest duration may be
 SHORTEST_BUSY = 0.100  # the same while waiting prompts would fill more than BACKLOG steps
-BACKLOG = 64
+BACKLOG = 48
 NEWEST = 0.1  # weight of the newest decode step in the estimate of its duration
 DECAY = 0.98  # per step, of the weight of earlier ones in the line of PromptSpeed
 PROMPT_DECAY = 0.8  # per step with prompts, in Pacing
