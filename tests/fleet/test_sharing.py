@@ -145,8 +145,7 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     nodes = [manifests.Node("a", 1), manifests.Node("b", 2)]
     models = {"chat": ["org/chat", "--quantization", "int4"], "embed": ["org/embed"]}
     manifests.write(tmp_path, gpus, nodes, models, "openshift")
-    parted = manifests.read_mig_parted((tmp_path / "mig-parted.yaml").read_text(), A100)
-    planned = [counts for config in parted.values() for counts in config if counts]
+    planned = manifests.read_mig_parted((tmp_path / "mig-parted.yaml").read_text(), A100)
     assert sorted(map(str, planned)) == sorted(
         str(Counter(dict(sorted(multiset(g.layout).items())))) for g in gpus
     )
@@ -164,8 +163,38 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     assert "oc label node a nvidia.com/mig.config=quire-a" in (tmp_path / "apply.sh").read_text()
     with pytest.raises(ConfigError, match="the plan needs 2 GPUs and the nodes have 1: add 1"):
         manifests.write(tmp_path, gpus, nodes[:1], models, "kubernetes")
-    with pytest.raises(ConfigError, match="version v1 are read, and this one has 'v2'"):
-        manifests.read_mig_parted("version: v2", A100)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("version: v2", "version v1 are read, and this one has 'v2': write `version: v1`"),
+    ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: {4g.40gb: 2}}]}", "4g.40gb"),
+    ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: {9g.90gb: 1}}]}", "9g.90gb"),
+    ("version: v1\nmig-configs: {a: [{mig-devices: {4g.40gb: 1}}]}", "this is no mig-parted file .*devices"),
+    ("[]", "this is no mig-parted file"), ("{", "this is no mig-parted file"), ("", "this is no mig-parted file"),
+])  # fmt: skip
+def test_a_layout_that_cannot_be_read_is_refused_in_one_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        manifests.read_mig_parted(text, A100)
+    assert "\n\n" not in str(refused.value)
+
+
+def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet, folder = tmp_path / "fleet.yaml", tmp_path / "files"
+    models = [f"- {{name: m{i}, model: org/m{i}, slice: 1g.10gb}}" for i in range(9)]
+    models += [f"- {{name: l{i}, model: org/l{i}, slice: 3g.40gb}}" for i in range(3)]
+    fleet.write_text("\n".join(["card: a100-80g", "models:", *models]))
+    assert main(["plan", "--fleet", str(fleet), "--write", str(folder)]) == 0
+    before = ["--before", str(folder / "mig-parted.yaml")]
+    fleet.write_text("\n".join(["card: a100-80g", "models:", *models[1:], models[0].replace("m0", "other")]))
+    assert main(["plan", "--fleet", str(fleet), *before]) == 0
+    assert "0 of 12 slices are made anew" in capsys.readouterr().out
+    fleet.write_text(
+        "\n".join(["card: a100-80g", "models:", *models, "- {name: n, model: org/n, slice: 2g.20gb}"])
+    )
+    assert main(["plan", "--fleet", str(fleet), *before]) == 0
+    assert "1 of 13 slices are made anew" in capsys.readouterr().out
+    assert main(["plan", "--fleet", str(fleet), "--before", str(tmp_path / "none")]) != 0
+    assert "it cannot be read" in capsys.readouterr().err
 
 
 FAKE_NVML = r"""
@@ -373,7 +402,7 @@ def test_every_file_of_a_plan_is_as_its_schema_requires(tmp_path: Path, platform
             jsonschema.validate(one, schema)
     inner = yaml.safe_load((folder / "configmap.yaml").read_text())["data"]["config.yaml"]
     jsonschema.validate(yaml.safe_load(inner), PARTED)
-    planned = manifests.read_mig_parted(inner, A100)["quire-gpu-1"]
+    planned = manifests.read_mig_parted(inner, A100)
     assert sum(planned, Counter()) == {"3g.40gb": 3, "1g.10gb": 1}
     chat = next(yaml.safe_load_all((folder / "deployments.yaml").read_text()))
     assert chat["spec"]["selector"]["matchLabels"] == chat["spec"]["template"]["metadata"]["labels"]

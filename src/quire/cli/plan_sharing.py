@@ -15,9 +15,9 @@ from quire.cli.parser import Parser
 from quire.core import laboratory
 from quire.core.errors import ConfigError
 from quire.fleet import nvml
-from quire.fleet.manifests import NAMESPACE, Node, write
+from quire.fleet.manifests import NAMESPACE, Node, packed_before, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
-from quire.fleet.packing import Demand, PackedGpu, lower_bound, pack
+from quire.fleet.packing import Demand, PackedGpu, lower_bound, moved, pack
 from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
 
 MAX_REPLICAS = 64
@@ -49,6 +49,12 @@ def add_arguments(parser: Parser) -> None:
         "--write", type=Path, metavar="FOLDER", help="write the files that apply the plan there"
     )
     group.add_argument("--platform", choices=tuple(NAMESPACE), default="kubernetes", help="of these files")
+    group.add_argument(
+        "--before",
+        type=Path,
+        metavar="FILE",
+        help="with --fleet: the mig-parted.yaml in use; its slices stay as far as possible",
+    )
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
@@ -194,9 +200,12 @@ def _fleet(arguments: argparse.Namespace) -> int:
     for card in fleet.cards:
         bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
         demands = [demand for model in bar for demand in demands_of(model, card)]
-        gpus = pack(demands, card)
+        before = [] if arguments.before is None else packed_before(_text(arguments.before), card, demands)
+        gpus = pack(demands, card, before)
         if not arguments.json:
             print(_packed_text(card, gpus, demands, len(fleet.models)))
+            if before:
+                print(f"{moved(before, gpus)} of {len(demands)} slices are made anew, the others stay")
         if best is None or len(gpus) < len(best[1]):
             best = (card, gpus)
     assert best is not None
@@ -216,8 +225,17 @@ def _fleet(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--before {path}: it cannot be read ({error})") from error
+
+
 def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
     """Whole GPUs: groups of them with the models of each."""
+    if arguments.before is not None:
+        raise ConfigError(f"--before is for slices of GPUs: {arguments.fleet} has whole ones, leave it out")
     if arguments.write is not None:
         raise ConfigError(
             f"--write is for slices of GPUs: {arguments.fleet} has whole ones, start the commands printed"

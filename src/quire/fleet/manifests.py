@@ -82,25 +82,49 @@ def _devices(gpus: Sequence[PackedGpu], num_gpus: int) -> list[dict[str, Any]]:
     return entries
 
 
-def read_mig_parted(text: str, card: Card) -> dict[str, list[Counter[str]]]:
-    """Slices of each GPU by configuration, from a mig-parted file. ConfigError where a layout cannot be placed."""
-    document = yaml.safe_load(text)
-    if not isinstance(document, dict) or document.get("version") != "v1":
-        version = document.get("version") if isinstance(document, dict) else type(document).__name__
+def packed_before(text: str, card: Card, demands: Sequence[Demand]) -> list[PackedGpu]:
+    """GPUs with the slices of a mig-parted file. A slice is given to a demand of its profile while there are some:
+    which of the equal slices a pod gets is the cluster's choice.
+    """
+    left = list(demands)
+    gpus = []
+    for counts in read_mig_parted(text, card):
+        gpu = PackedGpu(card)
+        for name in counts.elements():
+            unused = Demand("", card.profile(name))
+            demand = next((demand for demand in left if demand.profile == unused.profile), unused)
+            if demand is not unused:
+                left.remove(demand)
+            gpu.demands.append(demand)
+        gpus.append(gpu)
+    return gpus
+
+
+def read_mig_parted(text: str, card: Card) -> list[Counter[str]]:
+    """Slices of each GPU that has some, from a mig-parted file. ConfigError where a layout cannot be placed."""
+    try:
+        document = yaml.safe_load(text)
+        version = document["version"]
+        entries = (
+            [entry for config in document["mig-configs"].values() for entry in config]
+            if version == "v1"
+            else []
+        )
+        slices = [(entry["devices"], Counter(entry.get("mig-devices") or {})) for entry in entries]
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"this is no mig-parted file ({type(error).__name__}: {error}): give the mig-parted.yaml that --write made"
+        ) from error
+    if version != "v1":
         raise ConfigError(
             f"mig-parted files of version v1 are read, and this one has {version!r}: write `version: v1`"
         )
-    configs: dict[str, list[Counter[str]]] = {}
-    for name, entries in document.get("mig-configs", {}).items():
-        gpus: list[Counter[str]] = []
-        for entry in entries:
-            counts = Counter({key: int(value) for key, value in (entry.get("mig-devices") or {}).items()})
-            if counts:
-                check_layout(card, counts)
-            count = 1 if entry["devices"] == "all" else len(entry["devices"])
-            gpus += [counts] * count
-        configs[name] = gpus
-    return configs
+    gpus: list[Counter[str]] = []
+    for devices, counts in slices:
+        if counts:
+            check_layout(card, counts)
+            gpus += [counts] * (1 if devices == "all" else len(devices))
+    return gpus
 
 
 def config_map(parted: Mapping[str, Any], platform: str) -> dict[str, Any]:
