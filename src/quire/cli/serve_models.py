@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from quire.bench.capacity import Device, plan_capacity
 from quire.cli.parser import read_config_file
@@ -18,6 +19,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
 from quire.observe import logs
+from quire.server.access import OriginsMiddleware
 from quire.server.models_app import ModelsApp
 from quire.server.run import adopt_logs, bind
 from quire.server.settings import ServerSettings
@@ -121,8 +123,11 @@ async def _serve(models: ModelSet, settings: ServerSettings, listener: socket.so
     log = logs.get_logger(__name__)
     log.info("models    %s", ", ".join(f"{e.name}{' (pinned)' if e.pinned else ''}" for e in models.entries))
     log.info("memory    %.1f GB for all of them, %d at a time", models.memory / 1e9, models.max_running)
+    app: ASGIApp = ModelsApp(models, settings)
+    if settings.allowed_origins:
+        app = OriginsMiddleware(app, settings.allowed_origins)
     config = uvicorn.Config(
-        ModelsApp(models, settings),
+        app,
         lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",
         timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout)),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,6 +39,14 @@ _KINDS = ("requests", "tokens")
 RATE_HEADERS = tuple(
     f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in _KINDS
 )
+
+
+class OriginsMiddleware(CORSMiddleware):
+    """For programs in pages of other origins (--allowed-origins)."""
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        exposed = ["X-Request-Id", "Retry-After", "Warning", "X-Quire-Model-Wait", *RATE_HEADERS]
+        super().__init__(app, list(origins), ["*"], ["*"], expose_headers=exposed)
 
 
 # ---------------------------------------------------------------------- rates

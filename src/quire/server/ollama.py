@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire import __version__
+from quire.core.config import Task
 from quire.core.errors import InvalidRequest
 from quire.core.request import EmbedRequest
 from quire.server.embeddings import PATH as EMBEDDINGS
@@ -364,12 +365,12 @@ def _listed(name: str, model: ServedModel) -> dict[str, Any]:
         "modified_at": _moment(model.created),
         "size": size,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": _details(model),
+        "details": details(model.task),
     }
 
 
-def _details(model: ServedModel) -> dict[str, Any]:
-    family = "encoder" if model.task == "embed" else "decoder"
+def details(task: Task | None) -> dict[str, Any]:
+    family = "encoder" if task == "embed" else "decoder"
     return {
         "parent_model": "", "format": "safetensors", "family": family, "families": [family],
         "parameter_size": "", "quantization_level": "",
@@ -386,7 +387,6 @@ def _loaded_fields(model: ServedModel) -> dict[str, Any]:
 
 
 def _shown(model: ServedModel) -> dict[str, Any]:
-    generates = model.task == "generate"
     info: dict[str, Any] = {"general.architecture": "quire"}
     template = ""
     if model.is_started:
@@ -394,6 +394,11 @@ def _shown(model: ServedModel) -> dict[str, Any]:
         template = str(model.ready.described.tokenizer_config.get("chat_template") or "")
     return {
         "modelfile": "", "parameters": "", "template": template, "license": "", "modified_at": _moment(model.created),
-        "details": _details(model), "model_info": info,
-        "capabilities": ["completion", "tools"] if generates else ["embedding"],
+        **shown_in_short(model.task), "model_info": info,
     }  # fmt: skip
+
+
+def shown_in_short(task: Task | None) -> dict[str, Any]:
+    """What is known of a model that has not been started."""
+    capabilities = ["embedding"] if task == "embed" else ["completion", "tools"]
+    return {"details": details(task), "model_info": {}, "capabilities": capabilities}
