@@ -35,10 +35,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if items:
         header = ["name", "size", "what", "where"]
+        kept, converted = [], []
+        for item in items:  # files without names that a reader knows are one row
+            (converted if item.kind == "converted" else kept).append(item)
         rows = [
             [_name(item), in_bytes(item.num_bytes), KINDS.get(item.kind, item.kind), str(item.path)]
-            for item in items
+            for item in kept
         ]
+        if converted:
+            size = in_bytes(sum(item.num_bytes for item in converted))
+            rows.append(
+                [f"{len(converted)} files", size, KINDS["converted"], str(converted[0].path.parent)]
+            )
         print(aligned([header, *rows], right=(1,)))
         print(f"\n{in_bytes(sum(item.num_bytes for item in items))} in all; the cache is {cache_folder()}")
     else:
