@@ -139,13 +139,26 @@ def test_a_new_plan_moves_few_slices() -> None:
     assert moved(before, pack(demands[:-1], A100, before)) == 0
 
 
+def read_mig_parted(text: str) -> dict[str, list[Counter[str]]]:
+    """Slices of each A100 by configuration; each layout can be placed."""
+    configs: dict[str, list[Counter[str]]] = {}
+    for name, entries in yaml.safe_load(text)["mig-configs"].items():
+        gpus = configs[name] = []
+        for entry in entries:
+            counts = Counter(entry.get("mig-devices") or {})
+            if counts:
+                check_layout(A100, counts)
+            gpus += [counts] * len(entry["devices"])
+    return configs
+
+
 def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     demands = [Demand("chat", A100.profile("3g.40gb")), Demand("embed", A100.profile("1g.10gb"))] * 2
     gpus = pack(demands, A100)
     nodes = [manifests.Node("a", 1), manifests.Node("b", 2)]
     models = {"chat": ["org/chat", "--quantization", "int4"], "embed": ["org/embed"]}
     manifests.write(tmp_path, gpus, nodes, models, "openshift")
-    parted = manifests.read_mig_parted((tmp_path / "mig-parted.yaml").read_text(), A100)
+    parted = read_mig_parted((tmp_path / "mig-parted.yaml").read_text())
     planned = [counts for config in parted.values() for counts in config if counts]
     assert sorted(map(str, planned)) == sorted(
         str(Counter(dict(sorted(multiset(g.layout).items())))) for g in gpus
@@ -164,8 +177,6 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     assert "oc label node a nvidia.com/mig.config=quire-a" in (tmp_path / "apply.sh").read_text()
     with pytest.raises(ConfigError, match="the plan needs 2 GPUs and the nodes have 1: add 1"):
         manifests.write(tmp_path, gpus, nodes[:1], models, "kubernetes")
-    with pytest.raises(ConfigError, match="version v1 are read, and this one has 'v2'"):
-        manifests.read_mig_parted("version: v2", A100)
 
 
 FAKE_NVML = r"""
@@ -373,7 +384,7 @@ def test_every_file_of_a_plan_is_as_its_schema_requires(tmp_path: Path, platform
             jsonschema.validate(one, schema)
     inner = yaml.safe_load((folder / "configmap.yaml").read_text())["data"]["config.yaml"]
     jsonschema.validate(yaml.safe_load(inner), PARTED)
-    planned = manifests.read_mig_parted(inner, A100)["quire-gpu-1"]
+    planned = read_mig_parted(inner)["quire-gpu-1"]
     assert sum(planned, Counter()) == {"3g.40gb": 3, "1g.10gb": 1}
     chat = next(yaml.safe_load_all((folder / "deployments.yaml").read_text()))
     assert chat["spec"]["selector"]["matchLabels"] == chat["spec"]["template"]["metadata"]["labels"]

@@ -57,10 +57,10 @@ def unit(flags: list[str], user: bool) -> str:
         "Wants=network-online.target",
         "",
         "[Service]",
-        f"ExecStart={command.replace('%', '%%')}",
+        f"ExecStart={command.replace('%', '%%').replace('$', '$$')}",
         *([] if user else [f"User={getpass.getuser()}"]),
         *(
-            f"Environment={name}={os.environ[name]}"
+            f'Environment="{name}={os.environ[name].replace("%", "%%")}"'
             for name in ("QUIRE_CACHE", "HF_HOME")
             if name in os.environ
         ),

@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from quire.core.errors import ConfigError
-from quire.fleet.mig import Card, check_layout, multiset
+from quire.fleet.mig import multiset
 from quire.fleet.packing import Demand, PackedGpu
 
 NAMESPACE = {"kubernetes": "gpu-operator", "openshift": "nvidia-gpu-operator"}
@@ -80,27 +80,6 @@ def _devices(gpus: Sequence[PackedGpu], num_gpus: int) -> list[dict[str, Any]]:
         for index, counts in cut
     ]
     return entries
-
-
-def read_mig_parted(text: str, card: Card) -> dict[str, list[Counter[str]]]:
-    """Slices of each GPU by configuration, from a mig-parted file. ConfigError where a layout cannot be placed."""
-    document = yaml.safe_load(text)
-    if not isinstance(document, dict) or document.get("version") != "v1":
-        version = document.get("version") if isinstance(document, dict) else type(document).__name__
-        raise ConfigError(
-            f"mig-parted files of version v1 are read, and this one has {version!r}: write `version: v1`"
-        )
-    configs: dict[str, list[Counter[str]]] = {}
-    for name, entries in document.get("mig-configs", {}).items():
-        gpus: list[Counter[str]] = []
-        for entry in entries:
-            counts = Counter({key: int(value) for key, value in (entry.get("mig-devices") or {}).items()})
-            if counts:
-                check_layout(card, counts)
-            count = 1 if entry["devices"] == "all" else len(entry["devices"])
-            gpus += [counts] * count
-        configs[name] = gpus
-    return configs
 
 
 def config_map(parted: Mapping[str, Any], platform: str) -> dict[str, Any]:
