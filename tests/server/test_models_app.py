@@ -195,7 +195,7 @@ async def test_what_only_reads_starts_no_model(tmp_path: Path, monkeypatch: Any)
         assert tasks == {"chat": "generate", "encoder": "embed", "hub": None}
         anthropic = {"anthropic-version": "2023-06-01"}
         assert (await client.get("/v1/models", headers=anthropic)).json()["data"][0]["type"] == "model"
-        assert (await client.get("/v1/models/hub", headers=anthropic)).json()["id"] == "hub"
+        assert (await client.get("/models/hub", headers=anthropic)).json()["id"] == "hub"
         families = {
             one["name"]: one["details"]["family"] for one in (await client.get("/api/tags")).json()["models"]
         }

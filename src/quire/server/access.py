@@ -385,7 +385,7 @@ def identified(path: str, scope: Scope, keys: Keys, admin: Keys) -> str | None:
     return name
 
 
-def _add_version(scope: Scope) -> None:
+def add_version(scope: Scope) -> None:
     """Clients whose base URL lacks /v1 mean the same paths."""
     path = path_of(scope)
     if _WITHOUT_VERSION.match(path):
@@ -429,7 +429,7 @@ class RequestMiddleware:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
-        _add_version(scope)
+        add_version(scope)
         context = RequestContext(request_id_of(scope), keep_alive=self._keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)

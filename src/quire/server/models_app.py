@@ -31,6 +31,7 @@ from quire.server.access import (
     PAGE_FILES,
     Keys,
     RequestContext,
+    add_version,
     error_reply,
     identified,
     is_local,
@@ -50,7 +51,7 @@ from quire.server.settings import ServerSettings
 
 WAITED = b"x-quire-model-wait"  # seconds that a request waited for its model's start
 SCRAPE_SECONDS = 5.0
-MODELS = ("/v1/models", "/models")
+MODELS = "/v1/models"
 FILES = ("/v1/files", "/v1/uploads", "/v1/vector_stores", "/v1/batches", "/v1/fine_tuning")
 
 
@@ -78,6 +79,7 @@ class ModelsApp:
             return
         scope["root_path"] = self._settings.root_path.rstrip("/")
         scope["quire.context"] = RequestContext(request_id_of(scope))
+        add_version(scope)
         try:
             identified(path_of(scope), scope, self._keys, self._admin)
             body = await read_body(receive)
@@ -118,18 +120,15 @@ class ModelsApp:
         if path == "/" or path.startswith(PAGE_FILES):
             return self._page(path, Request(scope))
         described, request = self._models.described(), Request(scope)
-        if path in MODELS:
+        if path == MODELS:
             if for_anthropic(request):
                 return JsonReply(anthropic_page(cast("list[Model]", described), request.query_params))
             return JsonReply({"object": "list", "data": described})
         if path in ("/api/tags", "/api/ps"):
             listed = [model for model in described if path == "/api/tags" or model["state"] == "ready"]
             return JsonReply({"models": [_for_ollama(model) for model in listed]})
-        asked = next(
-            (path.removeprefix(f"{prefix}/") for prefix in MODELS if path.startswith(f"{prefix}/")), ""
-        )
-        if asked:
-            name = self._models.named(asked).entry.name
+        if path.startswith(f"{MODELS}/"):
+            name = self._models.named(path.removeprefix(f"{MODELS}/")).entry.name
             one = next(model for model in described if model["id"] == name)
             return JsonReply(anthropic_model(cast("Model", one)) if for_anthropic(request) else one)
         return None

@@ -191,15 +191,16 @@ class MemoryView {
         [part(usage.filled, "var(--decode)"), part(usage.wasted, "var(--draft)"), part(kept, "var(--adapter)"), part((counts.cached ?? 0) * size, "var(--cached)")]),
       bar("If each request reserved its maximum", usage.held ? `${number(reserved)} tokens · ${(usage.reserved / Math.max(1, usage.held)).toFixed(1)} × of what is held${reserved > all ? " · does not fit" : ""}` : "–",
         [part(usage.filled, "var(--decode)"), part(reserved - usage.filled, reserved > all ? "var(--bad)" : "var(--draft)")]),
-      h("p", { class: "dim" }, saved > 0 ? `Sharing saves ${plural(saved, "block")} now. ` : "", this.hostText()));
+      this.tiers(bar), saved > 0 && h("p", { class: "dim" }, `Sharing saves ${plural(saved, "block")} now.`));
   }
 
-  hostText() {
-    const { host } = this.mirror, parts = [];
-    if (host.swap_space) parts.push(`${number(host.swap_used ?? 0)} of ${number(host.swap_space)} swap blocks in host memory`);
-    if (host.offload_space) parts.push(`${number(host.offload_used ?? 0)} of ${number(host.offload_space)} offloaded prefix blocks in host memory`);
-    if (host.offload_disk) parts.push(`${number(host.offload_disk)} on disk`);
-    return parts.length ? `Beside the pool: ${parts.join(", ")}.` : "";
+  // Blocks beside the pool: in host memory and on disk.
+  tiers(bar) {
+    const { host } = this.mirror;
+    const tier = (label, used = 0, space = 0, more = "") => space > 0 && bar(label, `${number(used)} of ${number(space)} blocks${more}`,
+      [h("i", { style: { width: `${100 * Math.min(1, used / space)}%`, background: "var(--pinned)" } })]);
+    return [tier("Swapped out, in host memory", host.swap_used, host.swap_space),
+      tier("Evicted prefixes, in host memory", host.offload_used, host.offload_space, host.offload_disk ? ` · ${number(host.offload_disk)} on disk` : "")];
   }
 
   // ---------------------------------------------------------------- requests
