@@ -470,6 +470,21 @@ def test_jobs_are_shown_with_their_loss_and_take_orders(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
+def test_files_make_a_store_and_one_that_fails_says_why(tab: Tab, tmp_path: Path):
+    (tmp_path / "bad.pdf").write_text("no PDF")
+    tab.page.click("#tab-files")
+    tab.page.set_input_files("#view-files input[type=file]", tmp_path / "bad.pdf")
+    tab.page.check("#view-files tbody input[aria-label='Choose bad.pdf']")
+    tab.page.fill("#view-files .row-form input", "mine")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector("#view-files .failed >> text=bad.pdf: its name ends in .pdf, but it is no PDF")
+    tab.page.click("#view-files tr:has-text('mine') button[aria-label=Delete]")
+    tab.page.wait_for_selector("text=No stores yet.")
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
 def test_a_laboratory_report_is_shown_as_text(tab: Tab):
     results = {
         "take_away": "<img src=x onerror=alert(1)>",

@@ -129,8 +129,8 @@ class ModelsApp:
             return JsonReply({"models": [_for_ollama(model) for model in listed]})
         if path.startswith(f"{MODELS}/"):
             name = self._models.named(path.removeprefix(f"{MODELS}/")).entry.name
-            one = next(model for model in described if model["id"] == name)
-            return JsonReply(anthropic_model(cast("Model", one)) if for_anthropic(request) else one)
+            asked = next(model for model in described if model["id"] == name)
+            return JsonReply(anthropic_model(cast("Model", asked)) if for_anthropic(request) else asked)
         return None
 
     async def _metrics(self) -> str:
