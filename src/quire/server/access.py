@@ -393,6 +393,15 @@ def add_version(scope: Scope) -> None:
         scope["path"] = f"{root}/v1{path}"
 
 
+def _take_for_json(scope: Scope) -> None:
+    """Ollama reads JSON of any type, as curl sends it. A page of another origin, which names that, must say JSON:
+    a browser sends other types without asking this server first."""
+    names = {name for name, _ in scope["headers"]}
+    if is_ollama(path_of(scope)) and scope["method"] == "POST" and b"origin" not in names:
+        rest = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*rest, (b"content-type", b"application/json")]
+
+
 class RequestMiddleware:
     """Assigns request ids, authenticates, enforces limits, logs, and turns unhandled exceptions into 500s."""
 
@@ -430,6 +439,7 @@ class RequestMiddleware:
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
         add_version(scope)
+        _take_for_json(scope)
         context = RequestContext(request_id_of(scope), keep_alive=self._keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)
