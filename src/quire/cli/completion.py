@@ -28,12 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _positional(parser: Parser) -> list[str]:
     """Words that a command takes as they are: choices, or `install|show` of a metavar."""
-    words: list[str] = []
-    for action in parser._actions:
-        if not action.option_strings:
-            metavar = str(action.metavar).split()[0]
-            words += _choices(action) or (metavar.split("|") if "|" in metavar else [])
-    return words
+    actions = [action for action in parser._actions if not action.option_strings]
+    words = [_choices(action) or str(action.metavar).split()[0].split("|") for action in actions]
+    return [word for several in words if len(several) > 1 for word in several]
 
 
 def _choices(action: argparse.Action) -> list[str]:

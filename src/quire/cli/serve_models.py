@@ -19,7 +19,7 @@ from quire.core.errors import ConfigError, QuireError
 from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
 from quire.observe import logs
 from quire.runner.sizing import available_memory
-from quire.server.access import OriginsMiddleware
+from quire.server.access import Origins
 from quire.server.models_app import ModelsApp
 from quire.server.run import adopt_logs, bind
 from quire.server.settings import ServerSettings
@@ -121,7 +121,7 @@ async def _serve(models: ModelSet, settings: ServerSettings, listener: socket.so
     log.info("memory    %.1f GB for all of them, %d at a time", models.memory / 1e9, models.max_running)
     app: ASGIApp = ModelsApp(models, settings)
     if settings.allowed_origins:
-        app = OriginsMiddleware(app, settings.allowed_origins)
+        app = Origins(app, settings.allowed_origins)
     config = uvicorn.Config(
         app,
         lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",

@@ -41,7 +41,7 @@ RATE_HEADERS = tuple(
 )
 
 
-class OriginsMiddleware(CORSMiddleware):
+class Origins(CORSMiddleware):
     """For programs in pages of other origins (--allowed-origins)."""
 
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:

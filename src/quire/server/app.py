@@ -13,15 +13,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.server.access import (
-    Keys,
-    OriginsMiddleware,
-    Rates,
-    RequestMiddleware,
-    context_of,
-    error_reply,
-    path_of,
-)
+from quire.server.access import Keys, Origins, Rates, RequestMiddleware, context_of, error_reply, path_of
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
@@ -98,7 +90,7 @@ def create_app(service: Service, keys: Keys | None = None) -> FastAPI:
         root_path=settings.root_path,
     )
     if settings.allowed_origins:
-        app.add_middleware(OriginsMiddleware, origins=settings.allowed_origins)
+        app.add_middleware(Origins, origins=settings.allowed_origins)
     return app
 
 

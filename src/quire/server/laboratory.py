@@ -14,7 +14,7 @@ from quire.core.errors import NotFound
 from quire.server.reply import JsonReply
 from quire.server.service import Service
 
-PATH = "/v1/laboratory"
+REPORTS = "/v1/laboratory"
 FOLDER = Path("quire-lab")  # the default of `quire bench lab --output-dir`
 COMMAND = "quire bench lab NAME"
 MAX_BYTES = 16 << 20  # of one file
@@ -31,11 +31,11 @@ def laboratory_router(service: Service) -> APIRouter:
     if not service.settings.page:
         return router
 
-    @router.get(PATH)
+    @router.get(REPORTS)
     async def reports() -> Response:
         return await laboratory_reply("")
 
-    @router.get(f"{PATH}/{{name}}")
+    @router.get(f"{REPORTS}/{{name}}")
     async def report_file(name: str) -> Response:
         return await laboratory_reply(name)
 

@@ -39,11 +39,9 @@ from quire.server.access import (
     request_id_of,
 )
 from quire.server.errors import ApiError, Unavailable, as_api_error
-from quire.server.laboratory import PATH as LABORATORY
-from quire.server.laboratory import laboratory_reply
+from quire.server.laboratory import REPORTS, laboratory_reply
 from quire.server.models import anthropic_model, anthropic_page, for_anthropic
-from quire.server.ollama import VERSION as OLLAMA_VERSION
-from quire.server.ollama import details, shown_in_short
+from quire.server.ollama import OLLAMA_VERSION, details, shown_in_short
 from quire.server.page import file_reply, wants_page
 from quire.server.protocol.models import Model
 from quire.server.reply import JsonReply
@@ -115,8 +113,8 @@ class ModelsApp:
             return JsonReply({"version": OLLAMA_VERSION, "quire": __version__})
         if path == "/metrics":
             return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
-        if self._settings.page and (path == LABORATORY or path.startswith(f"{LABORATORY}/")):
-            return await laboratory_reply(path[len(LABORATORY) + 1 :])
+        if self._settings.page and (path == REPORTS or path.startswith(f"{REPORTS}/")):
+            return await laboratory_reply(path[len(REPORTS) + 1 :])
         if path == "/" or path.startswith(PAGE_FILES):
             return self._page(path, Request(scope))
         described, request = self._models.described(), Request(scope)

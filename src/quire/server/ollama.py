@@ -32,7 +32,7 @@ from quire.server.translation import TranslatedEvents, build_whole, call_input, 
 from quire.text.encoder_texts import with_prompt
 from quire.text.prompts import as_list
 
-VERSION = "0.12.0"  # of Ollama's API that this follows: some clients refuse older ones
+OLLAMA_VERSION = "0.12.0"  # of Ollama's API that this follows: some clients refuse older ones
 _OPTIONS = {  # theirs -> a chat's
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed",
     "num_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty",
@@ -159,7 +159,7 @@ def ollama_router(service: Service) -> APIRouter:
 
     @router.get("/api/version")
     async def version() -> Response:
-        return JsonReply({"version": VERSION, "quire": __version__})
+        return JsonReply({"version": OLLAMA_VERSION, "quire": __version__})
 
     return router
 
