@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -128,6 +129,7 @@ EVERYTHING = {
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
 }
 NOTHING = {"args": [], "cache": {"enabled": False}, "image": {"tag": "1.2"}}
+VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "nothing": NOTHING, "everything": EVERYTHING}
 
 
 def rendered(template: str, context: dict[str, Any]) -> str:
@@ -182,8 +184,8 @@ def chart(changes: dict[str, Any]) -> dict[str, Any]:
     assert about["version"] == about["appVersion"]
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     for key, value in changes.items():
-        assert key in values
         values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    jsonschema.validate(values, json.loads((CHART / "values.schema.json").read_text()))
     context = {
         "Release": {"Name": "test"},
         "Chart": {"AppVersion": about["appVersion"]},
@@ -193,7 +195,65 @@ def chart(changes: dict[str, Any]) -> dict[str, Any]:
     return {one["kind"]: one for one in map(yaml.safe_load, texts) if one is not None}
 
 
-@pytest.mark.parametrize("changes", [{}, NOTHING, EVERYTHING], ids=["default", "nothing", "everything"])
+def as_schema(shape: Any) -> dict[str, Any]:
+    """A JSON schema of a shape in tests/data/kubernetes_shapes.yaml."""
+    quantity = {"type": "string", "pattern": r"^[0-9.]+(m|[kMGTPE]i?)?$"}
+    named = {
+        "map": {"type": "object", "additionalProperties": {"type": "string"}},
+        "port": {"type": ["integer", "string"]},
+        "quantity": quantity,
+        "quantities": {"type": "object", "additionalProperties": {"anyOf": [quantity, {"type": "integer"}]}},
+    }
+    match shape:
+        case str():
+            return named.get(shape, {"type": shape})
+        case [one]:
+            return {"type": "array", "items": as_schema(one)}
+        case [*words] | {"enum": [*words]}:
+            return {"enum": words}
+    properties = {key.rstrip("!"): as_schema(value) for key, value in shape.items()}
+    required = [key[:-1] for key in shape if key.endswith("!")]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def check_shape(one: dict[str, Any]) -> None:
+    kinds = yaml.safe_load((ROOT / "tests" / "data" / "kubernetes_shapes.yaml").read_text())["kinds"]
+    shape = {"apiVersion!": "string", "kind!": "string", **kinds[f"{one['apiVersion']} {one['kind']}"]}
+    jsonschema.validate(one, as_schema(shape))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=VARIANTS)
+def test_the_charts_objects_have_fields_that_kubernetes_knows(changes: str):
+    objects = chart(VARIANTS[changes])
+    for one in objects.values():
+        check_shape(one)
+    container = objects["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]
+    container["livenesProbe"] = container.pop("livenessProbe")
+    with pytest.raises(jsonschema.ValidationError, match="livenesProbe"):
+        check_shape(objects["StatefulSet"])
+
+
+def test_the_plain_manifests_have_fields_that_kubernetes_knows(objects: dict[str, Any]):
+    for one in objects.values():
+        check_shape(one)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpu": {"count": "one"}}, "'one' is not of type 'integer'"),
+        ({"gpu": {"resource": "mig-1g.18gb"}}, "does not match"),
+        ({"autoscaling": {"queueDepth": 0}}, "0 is less than the minimum"),
+        ({"replica": 2}, "'replica' was unexpected"),
+        ({"args": "--seed 1"}, "is not of type 'array'"),
+    ],
+)
+def test_the_charts_schema_refuses_bad_values(values: dict[str, Any], message: str):
+    with pytest.raises(jsonschema.ValidationError, match=message):
+        chart(values)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_the_charts_pods_probe_real_paths_with_flags_that_exist(
     changes: dict[str, Any], dockerfile: list[tuple[str, str]], paths: set[str]
 ):

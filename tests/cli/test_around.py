@@ -81,6 +81,8 @@ def test_bash_completes_commands_flags_and_choices(
     assert completed("quire", "ser") == ["serve", "service"]
     assert completed("quire", "serve", "--block-s") == ["--block-size"]
     assert completed("quire", "serve", "--log-format", "") == ["text", "json"]
+    assert completed("quire", "completion", "z") == ["zsh"]
+    assert completed("quire", "service", "inst") == ["install"]
 
 
 def test_fish_and_zsh_have_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,9 +96,11 @@ def test_a_unit_runs_the_server_with_these_flags(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert main(["service", "install", "--user", "--", "--port", "9000"]) == 0
+    monkeypatch.setenv("QUIRE_CACHE", "/a cache")
+    assert main(["service", "install", "--user", "--", "--port", "9000", "--api-key", "a$b%c"]) == 0
     path = tmp_path / "systemd/user/quire.service"
-    assert "-m quire serve --port 9000\n" in path.read_text()
+    assert "-m quire serve --port 9000 --api-key 'a$$b%%c'\n" in path.read_text()
+    assert '\nEnvironment="QUIRE_CACHE=/a cache"\n' in path.read_text()
     if shutil.which("systemd-analyze"):
         checked = subprocess.run(
             ["systemd-analyze", "verify", "--user", str(path)], capture_output=True, text=True

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from quire.cli import auto, background
+from quire.cli import run as run_command
+from quire.cli.parser import Parser
 from quire.cli.run import HttpChat, ServerRefusal
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
@@ -233,3 +235,17 @@ def test_a_full_context_forgets_the_oldest_turns(monkeypatch, capsys):
         chat._turn(f"turn {turn}")
     assert lengths == [1, 3, 5, 3]
     assert "the oldest 2 messages are forgotten" in capsys.readouterr().err
+
+
+def test_flags_may_stand_between_the_model_and_the_prompt(run):
+    parser = Parser(prog="quire run")
+    run_command.add_arguments(parser)
+    for words in (
+        ["m", "--top-k", "1", "a", "question"],
+        ["m", "a", "--top-k", "1", "question"],
+        ["--top-k", "1", "m", "a", "question"],
+    ):
+        parsed = parser.parse(words)
+        assert (parsed.model_named, parsed.prompt, parsed.top_k) == ("m", ["a", "question"], 1)
+    assert "unrecognized arguments: --nope" in run("run", "m", "--nope", "hi").error
+    assert "the prompt is empty" in run("run", "builtin", " ").error

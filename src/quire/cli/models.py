@@ -38,7 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [
             [_name(item), in_bytes(item.num_bytes), KINDS.get(item.kind, item.kind), str(item.path)]
             for item in items
+            if item.kind != "converted"
         ]
+        if converted := [item for item in items if item.kind == "converted"]:  # their names are hashes
+            size = in_bytes(sum(item.num_bytes for item in converted))
+            rows.append([f"{len(converted)} files", size, KINDS["converted"], str(converted[0].path.parent)])
         print(aligned([header, *rows], right=(1,)))
         print(f"\n{in_bytes(sum(item.num_bytes for item in items))} in all; the cache is {cache_folder()}")
     else:

@@ -18,16 +18,7 @@ from quire.core.errors import ConfigError
 
 # vLLM's, SGLang's and llama.cpp's flags that have another name here or are not needed
 OTHER_ENGINES = {
-    **dict.fromkeys(
-        (
-            "--tensor-parallel-size",
-            "-tp",
-            "--tp",
-            "--pipeline-parallel-size",
-            "-pp",
-        ),
-        "a model runs on one device here: leave it out",
-    ),
+    "--tp": "use -tp",
     "--distributed-executor-backend": "ranks (-tp, -pp) are on one machine: leave it out; whole engines run on "
     "several with -dp N --data-parallel-backend ray",
     "--enable-chunked-prefill": "it is always so here: leave it out",
@@ -99,6 +90,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         self._flags: dict[str, argparse.Action] = {}  # by every spelling; argparse adds --help at once
         self._kinds: Any = None
+        self.intermixed = False  # whether flags may stand between positional words
         self.origins: dict[str, str] = {}  # by destination, of values that are not defaults
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
@@ -140,7 +132,8 @@ class Parser(argparse.ArgumentParser):
         if "--config" in chosen._flags:
             chosen._take_file(words)
             chosen._take_environment()
-        arguments, unknown = self.parse_known_args(words)
+        read = self.parse_known_intermixed_args if self.intermixed else self.parse_known_args
+        arguments, unknown = read(words)
         arguments.given_words = list(words)
         for word in words:
             if (action := chosen._flags.get(word.partition("=")[0])) is not None:

@@ -36,12 +36,16 @@ def add_arguments(parser: Parser) -> None:
     add_sampling_flags(parser, without=NOT_FOR_CHAT)
     text = "a question: its answer is printed, standard input is its context if it is a pipe (default: a conversation)"
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=text)
+    parser.intermixed = True
 
 
 def run(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
     name = background.server_name(settings.pop("model", None))
     flags = [word for key, value in settings.items() for word in _words(key, value)]
+    question = " ".join(arguments.prompt).strip()
+    if arguments.prompt and not question:
+        raise ConfigError("the prompt is empty: write a question, or leave it out for a conversation")
     if not keep_alive_seconds(arguments.keep_alive):
         raise ConfigError(f"--keep-alive is {arguments.keep_alive!r}: write seconds, 5m or -1")
 
@@ -55,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     server()  # refusals come before the first question
     chat = HttpChat(server, given_sampling(arguments), arguments.system, quiet=arguments.quiet)
-    if arguments.prompt:
-        return chat.ask(" ".join(arguments.prompt), "" if sys.stdin.isatty() else sys.stdin.read())
+    if question:
+        return chat.ask(question, "" if sys.stdin.isatty() else sys.stdin.read())
     if sys.stdin.isatty():  # ctrl-C belongs to the conversation
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return chat.run()

@@ -56,6 +56,7 @@ def add_arguments(parser: Parser) -> None:
     add_engine_flags(parser, without=_OWN_FLAGS)
     more = "more models behind the same port, each started by its first request"
     parser.add_argument("more_models", nargs="*", metavar="MODEL", help=more)
+    parser.intermixed = True
 
 
 def run(arguments: argparse.Namespace) -> int:

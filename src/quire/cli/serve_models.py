@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from quire.bench.capacity import Device, plan_capacity
 from quire.cli.parser import read_config_file
@@ -18,11 +18,13 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
 from quire.observe import logs
+from quire.runner.sizing import available_memory
+from quire.server.access import Origins
 from quire.server.models_app import ModelsApp
 from quire.server.run import adopt_logs, bind
 from quire.server.settings import ServerSettings
 
-MEMORY_SHARE = 0.8  # of this machine's, for all models together
+MEMORY_SHARE = 0.8  # of what is free at the start, for all models together
 MAX_RUNNING = 16
 UNKNOWN_NEED = 2 << 30  # of a model that is not here yet
 # Flags of the front, which the models' servers do not get. The value is how many words follow.
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     if arguments.keep_alive is not None:
         seconds = idle_seconds(arguments.keep_alive)
         entries = [replace(entry, keep_alive=seconds) for entry in entries]
-    memory = arguments.models_memory or document.get("memory") or int(MEMORY_SHARE * _machine_memory())
+    memory = arguments.models_memory or document.get("memory") or MEMORY_SHARE * available_memory()
     most = arguments.models_max or document.get("max_running") or MAX_RUNNING
     if most < 1:
         raise ConfigError(f"--models-max is {most}: give 1 or more")
@@ -103,10 +105,6 @@ def estimated(entry: ModelEntry) -> int:
         return UNKNOWN_NEED
 
 
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 class FrontServer(uvicorn.Server):
     """Ends pages that watch an idle model first: they would keep their connections open."""
 
@@ -121,8 +119,11 @@ async def _serve(models: ModelSet, settings: ServerSettings, listener: socket.so
     log = logs.get_logger(__name__)
     log.info("models    %s", ", ".join(f"{e.name}{' (pinned)' if e.pinned else ''}" for e in models.entries))
     log.info("memory    %.1f GB for all of them, %d at a time", models.memory / 1e9, models.max_running)
+    app: ASGIApp = ModelsApp(models, settings)
+    if settings.allowed_origins:
+        app = Origins(app, settings.allowed_origins)
     config = uvicorn.Config(
-        ModelsApp(models, settings),
+        app,
         lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",
         timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout)),
     )  # fmt: skip

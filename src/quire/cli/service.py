@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     user = "--user" in arguments.words
     flags = [word for word in arguments.words[1:] if word not in ("--", "--user")]
     if action not in ("install", "uninstall", "show"):
-        raise ConfigError(f"`quire service {action}` is no command: write install, uninstall or show")
+        raise ConfigError(f"quire service {action or 'has no action'}: write install, uninstall or show")
     if action == "uninstall":
         return _uninstall(user)
     command_parser("serve").parse(flags)  # a bad flag is refused now, not by a unit that does not start
@@ -57,10 +57,10 @@ def unit(flags: list[str], user: bool) -> str:
         "Wants=network-online.target",
         "",
         "[Service]",
-        f"ExecStart={command.replace('%', '%%')}",
+        f"ExecStart={command.replace('%', '%%').replace('$', '$$')}",
         *([] if user else [f"User={getpass.getuser()}"]),
         *(
-            f"Environment={name}={os.environ[name]}"
+            f'Environment="{name}={os.environ[name].replace("%", "%%")}"'
             for name in ("QUIRE_CACHE", "HF_HOME")
             if name in os.environ
         ),

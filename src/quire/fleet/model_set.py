@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound
+from quire.core.config import Task
+from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound, QuireError
 from quire.link.http_client import HttpClient
 from quire.observe.host import START_ON_STDIN
 from quire.observe.logs import get_logger
+from quire.weights.architectures import task_of
+from quire.weights.builtin import is_builtin_encoder
 
 log = get_logger(__name__)
 STARTED = re.compile(r"serving\s+(http://\S+?)/v1")
@@ -66,6 +69,7 @@ class ModelProcess:
         self.fault: str | None = None  # of the last start
         self.took: int | None = None  # bytes, when it was measured last
         self.start_seconds: float | None = None
+        self.task = _known_task(entry.source)
         self.progress = ""  # the last line of its log while it starts
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -121,7 +125,9 @@ class ModelProcess:
         async for raw in process.stderr:
             line = raw.decode("utf-8", "replace").rstrip()
             self._lines = [*self._lines[1 - LAST_LINES :], line]
-            self.progress = line.split("  ")[-1].strip()
+            self.progress = " ".join(
+                re.split(" {2,}", line, maxsplit=2)[-1].split()
+            )  # without time and place
             started = STARTED.search(line)
             if started is None:  # its own address is of no use to others
                 print(f"[{self.entry.name}] {line}", file=sys.stderr, flush=True)
@@ -227,9 +233,10 @@ class ModelSet:
             )
         return self.models[known]
 
-    def running(self) -> ModelProcess | None:
-        """The most recently used one that serves."""
-        serving = [model for model in self.models.values() if model.client is not None]
+    def running(self, name: str | None = None) -> ModelProcess | None:
+        """The model of this name if it serves; without a name, the most recently used one that does."""
+        among = self.models.values() if name is None else [self.named(name)]
+        serving = [model for model in among if model.client is not None]
         return max(serving, key=lambda model: model.last_used, default=None)
 
     async def open(self) -> None:
@@ -272,6 +279,7 @@ class ModelSet:
         except BaseException:
             model.num_open -= 1
             raise
+        model.last_used = time.monotonic()
         return model.client
 
     def release(self, model: ModelProcess, keep_alive: float | None = None) -> None:
@@ -317,6 +325,8 @@ class ModelSet:
                 f"{entry.name} cannot be started: {entry.source}: no such folder or file: put it back and ask again"
             )
         need = await asyncio.to_thread(self.need, entry)  # it may read files
+        with suppress(QuireError, OSError):  # of which its start will tell
+            model.task = await asyncio.to_thread(task_of, None if entry.source == BUILTIN else entry.source)
         pinned = [other for other in self.models.values() if other.entry.pinned and other is not model]
         held = sum(other.took or self.need(other.entry) for other in pinned)
         if pinned and (held + need > self.memory or len(pinned) >= self.max_running):
@@ -364,12 +374,14 @@ class ModelSet:
                 "object": "model",
                 "owned_by": "quire",
                 "created": 0,
+                "task": model.task,
                 "aliases": list(model.entry.aliases),
                 "state": model.state,
                 "progress": model.progress if model.state == "starting" else "",
                 "pinned": model.entry.pinned,
                 "memory_bytes": model.took if model.client is not None else 0,
                 "requests_open": model.num_open,
+                "idle_seconds": round(time.monotonic() - model.last_used, 1) if model.client else None,
                 "error": model.fault,
             }
             for name, model in self.models.items()
@@ -380,6 +392,13 @@ def is_missing(source: str) -> bool:
     """Whether it names a file or folder, and none is there. `read_models` makes paths absolute."""
     path = Path(source).expanduser()
     return (path.is_absolute() or path.suffix.lower() == ".gguf") and not path.exists()
+
+
+def _known_task(source: str) -> Task | None:
+    """None of a model of the hub: its files would be fetched for it."""
+    if source == BUILTIN:
+        return "generate"
+    return task_of(source) if is_builtin_encoder(source) or Path(source).expanduser().exists() else None
 
 
 def _located(source: str) -> str:

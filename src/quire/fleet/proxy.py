@@ -24,16 +24,8 @@ SERVER_UP = stats.Metric("gauge", "server_up", "Whether the server answers.")
 TRY_ANOTHER = frozenset({429, 502, 503})  # a server that is full or ends; another one may take the request
 # of one connection, not of the request
 HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"upgrade",
-    }
-    | {b"transfer-encoding", b"host", b"content-length", b"expect"}
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer upgrade transfer-encoding host "
+    b"content-length expect".split()
 )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,6 +39,14 @@ _KINDS = ("requests", "tokens")
 RATE_HEADERS = tuple(
     f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in _KINDS
 )
+
+
+class Origins(CORSMiddleware):
+    """For programs in pages of other origins (--allowed-origins)."""
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        exposed = ["X-Request-Id", "Retry-After", "Warning", "X-Quire-Model-Wait", *RATE_HEADERS]
+        super().__init__(app, list(origins), ["*"], ["*"], expose_headers=exposed)
 
 
 # ---------------------------------------------------------------------- rates
@@ -376,12 +385,21 @@ def identified(path: str, scope: Scope, keys: Keys, admin: Keys) -> str | None:
     return name
 
 
-def _add_version(scope: Scope) -> None:
+def add_version(scope: Scope) -> None:
     """Clients whose base URL lacks /v1 mean the same paths."""
     path = path_of(scope)
     if _WITHOUT_VERSION.match(path):
         root = scope["path"].removesuffix(path)
         scope["path"] = f"{root}/v1{path}"
+
+
+def _take_for_json(scope: Scope) -> None:
+    """Ollama reads JSON of any type, as curl sends it. A page of another origin, which names that, must say JSON:
+    a browser sends other types without asking this server first."""
+    names = {name for name, _ in scope["headers"]}
+    if is_ollama(path_of(scope)) and scope["method"] == "POST" and b"origin" not in names:
+        rest = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*rest, (b"content-type", b"application/json")]
 
 
 class RequestMiddleware:
@@ -420,7 +438,8 @@ class RequestMiddleware:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
-        _add_version(scope)
+        add_version(scope)
+        _take_for_json(scope)
         context = RequestContext(request_id_of(scope), keep_alive=self._keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)

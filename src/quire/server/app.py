@@ -8,13 +8,12 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.server.access import RATE_HEADERS, Keys, Rates, RequestMiddleware, context_of, error_reply, path_of
+from quire.server.access import Keys, Origins, Rates, RequestMiddleware, context_of, error_reply, path_of
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
@@ -91,13 +90,7 @@ def create_app(service: Service, keys: Keys | None = None) -> FastAPI:
         root_path=settings.root_path,
     )
     if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.allowed_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "Warning", *RATE_HEADERS],
-        )
+        app.add_middleware(Origins, origins=settings.allowed_origins)
     return app
 
 

@@ -33,6 +33,7 @@ def engine_events_router(service: Service) -> APIRouter:
                 "model": model.names[0],
                 "version": __version__,
                 "status": service.status,
+                "replicas": len(service.client.engines),
                 "max_model_len": ready.max_model_len,
                 "max_num_seqs": ready.max_num_seqs,
                 "pool": ready.pool,

@@ -14,6 +14,7 @@ from quire.core.errors import NotFound
 from quire.server.reply import JsonReply
 from quire.server.service import Service
 
+REPORTS = "/v1/laboratory"
 FOLDER = Path("quire-lab")  # the default of `quire bench lab --output-dir`
 COMMAND = "quire bench lab NAME"
 MAX_BYTES = 16 << 20  # of one file
@@ -30,21 +31,26 @@ def laboratory_router(service: Service) -> APIRouter:
     if not service.settings.page:
         return router
 
-    @router.get("/v1/laboratory")
-    async def list_reports() -> Response:
-        """The newest first."""
+    @router.get(REPORTS)
+    async def reports() -> Response:
+        return await laboratory_reply("")
+
+    @router.get(f"{REPORTS}/{{name}}")
+    async def report_file(name: str) -> Response:
+        return await laboratory_reply(name)
+
+    return router
+
+
+async def laboratory_reply(name: str) -> Response:
+    """A report's record or one of its pictures; without a name the list of reports, the newest first."""
+    if not name:
         command = COMMAND if laboratory.is_installed() else f"{laboratory.INSTALL} && {COMMAND}"
         reports = await asyncio.to_thread(_reports)
         return JsonReply({"folder": str(FOLDER), "command": command, "data": reports})
-
-    @router.get("/v1/laboratory/{name}")
-    async def report_file(name: str) -> Response:
-        """A report's record, or one of its pictures."""
-        data = await asyncio.to_thread(_content, name)
-        kind = "image/png" if name.endswith(".png") else "application/json"
-        return Response(data, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
-
-    return router
+    data = await asyncio.to_thread(_content, name)
+    kind = "image/png" if name.endswith(".png") else "application/json"
+    return Response(data, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
 
 
 def _content(name: str) -> bytes:

@@ -46,8 +46,8 @@ def models_router(service: Service) -> APIRouter:
             data = [_described(name, model) for name in model.names]
             data += [_described(name, model, model.names[0]) for name in service.client.adapters.names()]
         data += [_described(encoder.names[0], encoder) for encoder in service.models.encoders]
-        if _for_anthropic(request):
-            return JsonReply(_anthropic_page(data, request.query_params))
+        if for_anthropic(request):
+            return JsonReply(anthropic_page(data, request.query_params))
         listed: ModelList = {"object": "list", "data": data}
         return JsonReply(listed)
 
@@ -61,7 +61,7 @@ def models_router(service: Service) -> APIRouter:
             model = service.model_named(model_id)
             is_adapter = service.adapter_named(model_id) is not None
             described = _described(model_id, model, model.names[0] if is_adapter else None)
-        return JsonReply(_anthropic_model(described) if _for_anthropic(request) else described)
+        return JsonReply(anthropic_model(described) if for_anthropic(request) else described)
 
     @router.delete("/v1/models/{model_id:path}", responses={**answers(Deleted), **ERRORS})
     async def delete_model(model_id: str) -> Response:
@@ -78,11 +78,11 @@ def models_router(service: Service) -> APIRouter:
     return router
 
 
-def _for_anthropic(request: Request) -> bool:
+def for_anthropic(request: Request) -> bool:
     return speaks_anthropic(path_of(request.scope), request.scope["headers"])
 
 
-def _anthropic_model(model: Model) -> AnthropicModel:
+def anthropic_model(model: Model) -> AnthropicModel:
     created = datetime.fromtimestamp(model["created"], UTC)
     return {
         "type": "model",
@@ -95,7 +95,7 @@ def _anthropic_model(model: Model) -> AnthropicModel:
     }
 
 
-def _anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelList:
+def anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelList:
     """One page, by the query's limit and after_id or before_id."""
     limit = page_limit(query.get("limit", "20"), 1000)
     ids = [model["id"] for model in models]
@@ -109,7 +109,7 @@ def _anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelLi
         start = max(start, end - limit)
     shown = models[start:end]
     return {
-        "data": [_anthropic_model(model) for model in shown],
+        "data": [anthropic_model(model) for model in shown],
         "has_more": start > 0 if "before_id" in query else end < len(models),
         "first_id": shown[0]["id"] if shown else None,
         "last_id": shown[-1]["id"] if shown else None,
@@ -118,7 +118,13 @@ def _anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelLi
 
 def _described(name: str, model: ServedModel, parent: str | None = None) -> Model:
     """`parent`: the model that an adapter of this name belongs to."""
-    described: Model = {"id": name, "object": "model", "created": model.created, "owned_by": "quire"}
+    described: Model = {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "quire",
+        "task": model.task,
+    }
     if model.is_started:
         described["max_model_len"] = model.ready.max_model_len
     if parent is not None:

@@ -1,8 +1,10 @@
 """ModelsApp: one port before several models. A request goes to the server of the model that it names."""
 
+import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, cast
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -29,6 +31,7 @@ from quire.server.access import (
     PAGE_FILES,
     Keys,
     RequestContext,
+    add_version,
     error_reply,
     identified,
     is_local,
@@ -36,24 +39,31 @@ from quire.server.access import (
     request_id_of,
 )
 from quire.server.errors import ApiError, Unavailable, as_api_error
+from quire.server.laboratory import REPORTS, laboratory_reply
+from quire.server.models import anthropic_model, anthropic_page, for_anthropic
+from quire.server.ollama import OLLAMA_VERSION, details, shown_in_short
 from quire.server.page import file_reply, wants_page
+from quire.server.protocol.models import Model
 from quire.server.reply import JsonReply
 from quire.server.settings import ServerSettings
 
 WAITED = b"x-quire-model-wait"  # seconds that a request waited for its model's start
-MODELS = ("/v1/models", "/models")
+SCRAPE_SECONDS = 5.0
+MODELS = "/v1/models"
 FILES = ("/v1/files", "/v1/uploads", "/v1/vector_stores", "/v1/batches", "/v1/fine_tuning")
 
 
 class Named(msgspec.Struct):
     model: str | None = None
+    name: str | None = None  # of older clients of Ollama, in /api/show
     keep_alive: int | float | str | None = None
 
 
 class ModelsApp:
     """The page, `/health`, lists of models, `/v1/models/load` and `unload` are its own; the rest goes to a model.
 
-    A model is not started for a request that has no key, nor for one that only watches what runs.
+    A model is not started for a request that has no key, nor for one that only reads; files aside, which a model's
+    server keeps.
     """
 
     def __init__(self, models: ModelSet, settings: ServerSettings) -> None:
@@ -67,6 +77,7 @@ class ModelsApp:
             return
         scope["root_path"] = self._settings.root_path.rstrip("/")
         scope["quire.context"] = RequestContext(request_id_of(scope))
+        add_version(scope)
         try:
             identified(path_of(scope), scope, self._keys, self._admin)
             body = await read_body(receive)
@@ -87,6 +98,10 @@ class ModelsApp:
         path, method = path_of(scope), scope["method"]
         if method == "POST" and path in MODEL_CHANGES:
             return await self._changed(path, _named(body).model)
+        if method == "POST" and path == "/api/show":
+            shown = _named(body)
+            model = self._models.named(shown.model or shown.name)
+            return JsonReply(shown_in_short(model.task)) if model.client is None else None
         if method not in ("GET", "HEAD"):
             return None
         if path in ("/health", "/ready"):
@@ -94,21 +109,32 @@ class ModelsApp:
             return JsonReply({"status": "ready", "models": states})
         if path == "/version":
             return JsonReply({"version": __version__})
+        if path == "/api/version":
+            return JsonReply({"version": OLLAMA_VERSION, "quire": __version__})
+        if path == "/metrics":
+            return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
+        if self._settings.page and (path == REPORTS or path.startswith(f"{REPORTS}/")):
+            return await laboratory_reply(path[len(REPORTS) + 1 :])
         if path == "/" or path.startswith(PAGE_FILES):
             return self._page(path, Request(scope))
-        described = self._models.described()
-        if path in MODELS:
+        described, request = self._models.described(), Request(scope)
+        if path == MODELS:
+            if for_anthropic(request):
+                return JsonReply(anthropic_page(cast("list[Model]", described), request.query_params))
             return JsonReply({"object": "list", "data": described})
         if path in ("/api/tags", "/api/ps"):
             listed = [model for model in described if path == "/api/tags" or model["state"] == "ready"]
             return JsonReply({"models": [_for_ollama(model) for model in listed]})
-        asked = next(
-            (path.removeprefix(f"{prefix}/") for prefix in MODELS if path.startswith(f"{prefix}/")), ""
-        )
-        if asked:
-            name = self._models.named(asked).entry.name
-            return JsonReply(next(model for model in described if model["id"] == name))
+        if path.startswith(f"{MODELS}/"):
+            name = self._models.named(path.removeprefix(f"{MODELS}/")).entry.name
+            asked = next(model for model in described if model["id"] == name)
+            return JsonReply(anthropic_model(cast("Model", asked)) if for_anthropic(request) else asked)
         return None
+
+    async def _metrics(self) -> str:
+        """Of all models that run; each sample has its model's name."""
+        clients = [model.client for model in self._models.models.values() if model.client is not None]
+        return merged_metrics(await asyncio.gather(*map(_scraped, clients)))
 
     def _page(self, path: str, request: Request) -> Response:
         if path == "/" and not wants_page(self._settings, request):
@@ -123,13 +149,18 @@ class ModelsApp:
 
     async def _passed_on(self, scope: Scope, body: bytes, send: Send) -> None:
         path, named = path_of(scope), _named(body)
-        if path.startswith(ENGINE_PATHS) or path == "/metrics":  # a page that is left open holds no model
-            model = self._models.running()
-            if model is None or model.client is None:
-                raise Unavailable("no model runs now: ask one, or load one", "no_model", retry_seconds=1)
-            await self._forward(model, model.client, Reply(send), scope, body)
-            return
-        model = self._models.named(named.model or (self._keeper if path.startswith(FILES) else None))
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") and not path.startswith(FILES):
+            asked = Request(scope).query_params.get("model")
+            running = self._models.running(asked)
+            if running is None or running.client is None:
+                what = "no model runs now: ask one" if asked is None else f"{asked} does not run now: ask it"
+                raise Unavailable(f"{what}, or load one", "no_model", retry_seconds=1)
+            if path.startswith(ENGINE_PATHS):  # a page that is left open holds no model
+                await self._forward(running, running.client, Reply(send), scope, body)
+                return
+            model = running
+        else:
+            model = self._models.named(named.model or (self._keeper if path.startswith(FILES) else None))
         began = time.monotonic()
         client = await self._models.acquire(model)
         waited = time.monotonic() - began
@@ -188,13 +219,31 @@ def _named(body: bytes) -> Named:
         return Named()
 
 
+async def _scraped(client: HttpClient) -> str:
+    """Nothing of a server that does not answer: its process may just end."""
+    with suppress(ConnectionLost, TimeoutError):
+        async with asyncio.timeout(SCRAPE_SECONDS), client.send("GET", "/metrics") as response:
+            return (await response.read()).decode()
+    return ""
+
+
+def merged_metrics(texts: Iterable[str]) -> str:
+    """One text of several in Prometheus's format, which wants all samples of a metric together."""
+    samples: dict[str, str] = {}
+    for text in texts:
+        for part in text.split("# HELP ")[1:]:
+            about, kind, rest = part.split("\n", 2)
+            head = f"# HELP {about}\n{kind}\n"
+            samples[head] = samples.get(head, "") + rest
+    return "".join(map("".join, samples.items()))
+
+
 def _for_ollama(described: Mapping[str, Any]) -> dict[str, Any]:
-    details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
     name = described["id"]
     return {
         "name": name,
         "model": name,
         "size": described["memory_bytes"] or 0,
         "digest": "",
-        "details": details,
+        "details": details(described["task"]),
     }

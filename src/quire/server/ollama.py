@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire import __version__
+from quire.core.config import Task
 from quire.core.errors import InvalidRequest
 from quire.core.request import EmbedRequest
 from quire.server.embeddings import PATH as EMBEDDINGS
@@ -31,7 +32,7 @@ from quire.server.translation import TranslatedEvents, build_whole, call_input, 
 from quire.text.encoder_texts import with_prompt
 from quire.text.prompts import as_list
 
-VERSION = "0.12.0"  # of Ollama's API that this follows: some clients refuse older ones
+OLLAMA_VERSION = "0.12.0"  # of Ollama's API that this follows: some clients refuse older ones
 _OPTIONS = {  # theirs -> a chat's
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed",
     "num_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty",
@@ -158,7 +159,7 @@ def ollama_router(service: Service) -> APIRouter:
 
     @router.get("/api/version")
     async def version() -> Response:
-        return JsonReply({"version": VERSION, "quire": __version__})
+        return JsonReply({"version": OLLAMA_VERSION, "quire": __version__})
 
     return router
 
@@ -364,12 +365,12 @@ def _listed(name: str, model: ServedModel) -> dict[str, Any]:
         "modified_at": _moment(model.created),
         "size": size,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": _details(model),
+        "details": details(model.task),
     }
 
 
-def _details(model: ServedModel) -> dict[str, Any]:
-    family = "encoder" if model.task == "embed" else "decoder"
+def details(task: Task | None) -> dict[str, Any]:
+    family = "encoder" if task == "embed" else "decoder"
     return {
         "parent_model": "", "format": "safetensors", "family": family, "families": [family],
         "parameter_size": "", "quantization_level": "",
@@ -386,7 +387,6 @@ def _loaded_fields(model: ServedModel) -> dict[str, Any]:
 
 
 def _shown(model: ServedModel) -> dict[str, Any]:
-    generates = model.task == "generate"
     info: dict[str, Any] = {"general.architecture": "quire"}
     template = ""
     if model.is_started:
@@ -394,6 +394,11 @@ def _shown(model: ServedModel) -> dict[str, Any]:
         template = str(model.ready.described.tokenizer_config.get("chat_template") or "")
     return {
         "modelfile": "", "parameters": "", "template": template, "license": "", "modified_at": _moment(model.created),
-        "details": _details(model), "model_info": info,
-        "capabilities": ["completion", "tools"] if generates else ["embedding"],
+        **shown_in_short(model.task), "model_info": info,
     }  # fmt: skip
+
+
+def shown_in_short(task: Task | None) -> dict[str, Any]:
+    """What is known of a model that has not been started."""
+    capabilities = ["embedding"] if task == "embed" else ["completion", "tools"]
+    return {"details": details(task), "model_info": {}, "capabilities": capabilities}

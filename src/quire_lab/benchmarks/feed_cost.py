@@ -1,11 +1,12 @@
 """What the engine's feed costs: tokens per second of n streams with three listeners, beside none.
 
-    python -m quire_lab.benchmarks.feed_cost [--seconds 600] [--n 64] [--output FILE.json]
+    python -m quire_lab.benchmarks.feed_cost [--seconds 480] [--n 64] [--output FILE.json]
 
 How it is measured:
 - One `quire serve` with the built-in model answers n streams at once, a batch of them after the other. While they run,
   windows of WINDOW seconds follow each other in the order without, with, with, without listeners. Tokens are counted
-  as they arrive, without the first SETTLE seconds of a window.
+  as they arrive, without the first SETTLE seconds of a window, from the last arrival before its begin to the last one
+  before its end: a step's tokens arrive together, and part of a step would be an error of several percent.
 - A listener reads and drops: a page does its drawing on another machine.
 - Four windows make one pair, the inner two beside the outer two: contexts that grow steadily cancel out. `share` is the
   mean of the pairs' ratios of tokens per second without the lowest and the highest tenth; `interval` has 95 %.
@@ -53,6 +54,7 @@ class Connection:
 
     def __init__(self, url: str, path: str, body: dict[str, Any] | None = None) -> None:
         self.num_events = self.num_bytes = 0
+        self.last = 0.0  # when data came
         self._address = urlsplit(url)
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -66,6 +68,7 @@ class Connection:
             while data := await reader.read(65536):
                 self.num_events += data.count(b"data: ")
                 self.num_bytes += len(data)
+                self.last = time.perf_counter()
                 if b"[DONE]" in data:
                     return
         finally:
@@ -106,6 +109,7 @@ async def window(url: str, pid: int, streams: list[Connection], listens: bool) -
     tasks = [asyncio.create_task(listener.run()) for listener in listeners]
     await asyncio.sleep(SETTLE)
     begin, before = time.perf_counter(), sum(stream.num_events for stream in streams)
+    arrived = max(stream.last for stream in streams)
     cpu = cpu_seconds(pid)
     sizes = [(listener.num_events, listener.num_bytes) for listener in listeners[:1]]
     await asyncio.sleep(WINDOW - SETTLE)
@@ -113,7 +117,7 @@ async def window(url: str, pid: int, streams: list[Connection], listens: bool) -
     tokens = sum(stream.num_events for stream in streams) - before
     result = {
         "listens": listens,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": tokens / max(1e-3, max(stream.last for stream in streams) - arrived),
         "tokens_per_cpu_second": tokens / max(1e-3, cpu_seconds(pid) - cpu),
     }
     for (events, size), listener in zip(sizes, listeners, strict=False):
@@ -210,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="after which no batch begins")
+    parser.add_argument("--seconds", type=float, default=480.0, help="after which no batch begins")
     parser.add_argument("--n", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/feed_cost.json"))
     arguments = parser.parse_args()

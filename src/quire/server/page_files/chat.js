@@ -7,7 +7,7 @@ import { clean, render } from "./markdown.js";
 
 const DEFAULTS = { model: "", system: "", temperature: "", top_p: "", max_tokens: "", n: "1", seed: "", schema: "", tools: "", store: "", tint: false };
 const HAS_FILES = document.querySelector("meta[name=quire-views]").content.includes("files");
-const SETTINGS = "quire.settings";
+const SETTINGS = "quire.settings", START_MS = 700;
 
 export function chatView(panel, { tell }) {
   return new ChatView(panel, tell);
@@ -21,7 +21,6 @@ class ChatView {
     this.running = null; // {control, nodes} while answers come
     this.shown = new Map(); // by message: its element
     this.build(panel);
-    this.loadModels();
     this.renderAll();
   }
 
@@ -47,6 +46,7 @@ class ChatView {
     this.drawer = this.buildSettings();
     fill(panel, this.side, h("div", { class: "talk" }, this.thread, this.composer), this.drawer);
     document.addEventListener("keydown", (event) => { if (event.key === "Escape" && this.running && !panel.hidden) this.stop(); });
+    window.addEventListener("beforeunload", () => this.stop()); // what has come of an answer is kept
   }
 
   buildSettings() {
@@ -83,7 +83,7 @@ class ChatView {
   async loadModels() {
     try {
       const { data } = await json("v1/models");
-      const chat = data.filter((model) => model.max_model_len === undefined || model.parent || !/embed|rerank|MiniLM|bge|e5-/i.test(model.id));
+      const chat = data.filter((model) => model.task !== "embed");
       fill(this.model, chat.map((model) => h("option", { value: model.id }, model.parent ? `${model.id} (adapter)` : model.id)));
       if (chat.some((model) => model.id === this.settings.model)) this.model.value = this.settings.model;
       if (HAS_FILES) this.showStores((await json("v1/vector_stores")).data);
@@ -188,7 +188,7 @@ class ChatView {
         h("button", { type: "button", onclick: () => this.again(node) }, "Try again")));
     }
     const group = this.conversation.group(node), isChosen = this.conversation.chosen[node.parent] === node.id;
-    fill(foot, node.sources?.length && h("span", { class: "sources" }, `From ${clean(node.sources.join(", "))}`), facts(node), node.content && node.state !== "open" && this.copier(node),
+    fill(foot, node.sources?.length && h("span", { class: "sources" }, `From ${clean(node.sources.join(", "))}`), facts(node), node.state === "open" && !node.content && this.running?.said, node.content && node.state !== "open" && this.copier(node),
       group.length > 1 && !isChosen && h("button", { type: "button", class: "plain", onclick: () => { this.conversation.choose(node); this.save(); this.renderAll(); } }, "Go on with this one"));
   }
 
@@ -271,6 +271,7 @@ class ChatView {
     this.save();
     this.renderAll();
     this.setBusy(true);
+    this.tellStart(this.running, body.model);
     const started = performance.now();
     try {
       const response = await call("v1/chat/completions", { body, signal: this.running.control.signal });
@@ -286,6 +287,18 @@ class ChatView {
       this.setBusy(false);
       this.save();
       this.renderList();
+    }
+  }
+
+  // Before the first word: how far a model is that is started for this question.
+  async tellStart(running, id) {
+    const waits = () => this.running === running && !running.nodes.some((node) => node.count);
+    while (waits()) {
+      await new Promise((resolve) => setTimeout(resolve, START_MS));
+      const { data } = await json("v1/models").catch(() => ({ data: [] })), model = data.find((one) => one.id === id);
+      if (!model?.state || !waits()) return;
+      running.said = model.state === "ready" ? "" : clean(`${id} is ${model.state}${model.progress ? `: ${model.progress}` : ""}`);
+      for (const node of running.nodes) this.paint(node);
     }
   }
 

@@ -65,7 +65,11 @@ export const conversations = {
   },
 
   load(id) {
-    try { return new Conversation(JSON.parse(localStorage.getItem(PREFIX + id))); } catch { return null; }
+    try {
+      const loaded = new Conversation(JSON.parse(localStorage.getItem(PREFIX + id)));
+      for (const node of Object.values(loaded.nodes)) if (node.state === "open") Object.assign(node, { state: "done", stopped: true }); // the page was left
+      return loaded;
+    } catch { return null; }
   },
 
   // Old conversations make room for new ones when the browser's storage is full.

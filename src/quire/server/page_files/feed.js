@@ -157,6 +157,16 @@ class Feed {
     this.users = 0;
     this.error = null;
     this.control = null;
+    this.chosen = {}; // of several engines: {model} or {replica}; without a choice, the one that was used last
+  }
+
+  path(rest = "") { return `v1/engine${rest}?${new URLSearchParams(this.chosen)}`; }
+
+  choose(chosen) {
+    this.chosen = chosen;
+    Object.assign(this.mirror, new Mirror());
+    this.retry();
+    this.notify();
   }
 
   onstatus(listener) { this.statusListeners.add(listener); }
@@ -188,10 +198,11 @@ class Feed {
     const control = this.control = new AbortController();
     while (this.users && !control.signal.aborted) {
       try {
-        const response = await call("v1/engine/events", { admin: true, signal: control.signal });
+        const response = await call(this.path("/events"), { admin: true, signal: control.signal });
         this.error = null;
         this.say("live", "live");
         for await (const record of events(response)) {
+          if (control.signal.aborted) break;
           this.mirror.take(record);
           if (this.keepHistory) this.history.set(record.step, [...(this.history.get(record.step) ?? []), this.mirror.counts()]);
           this.notify();
@@ -206,7 +217,7 @@ class Feed {
       }
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
-    this.say("", "");
+    if (this.control === control) this.say("", "");
   }
 }
 

@@ -55,8 +55,17 @@ export function filesView(panel, { tell }) {
 
   function storeRow(store) {
     const { completed = 0, total = 0, failed = 0 } = store.file_counts ?? {};
-    return h("tr", {}, h("td", {}, clean(store.name ?? store.id)), h("td", {}, `${completed} of ${total}${failed ? `, ${failed} failed` : ""}`), h("td", { class: "dim" }, clean(store.status ?? "")),
+    const why = h("div", { class: "failed" });
+    if (failed) tellFailed(store.id, why);
+    return h("tr", {}, h("td", {}, clean(store.name ?? store.id)), h("td", {}, `${completed} of ${total}${failed ? `, ${failed} failed` : ""}`, why), h("td", { class: "dim" }, clean(store.status ?? "")),
       h("td", {}, button("Delete", "trash", remove(`v1/vector_stores/${encodeURIComponent(store.id)}`))));
+  }
+
+  async function tellFailed(id, node) {
+    try {
+      const { data } = await json(`v1/vector_stores/${encodeURIComponent(id)}/files?filter=failed&limit=3`);
+      fill(node, data.map((file) => h("div", {}, clean(file.last_error?.message ?? file.id))));
+    } catch { /* the count is shown */ }
   }
 
   async function refresh() {

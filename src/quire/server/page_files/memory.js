@@ -6,7 +6,7 @@ import { bytes, fill, h, number, plural } from "./dom.js";
 import { PHASES, SHARED, feed, stateName } from "./feed.js";
 import { clean } from "./markdown.js";
 
-const LIST_MS = 250, TEXT_MS = 1000, MAX_LISTED = 80, MAX_TABLE = 300;
+const ENGINES_MS = 2000, LIST_MS = 250, TEXT_MS = 1000, MAX_LISTED = 80, MAX_TABLE = 300;
 const LEGEND = [["free", "free", "free"], ["cached", "cached prefix", "cached"], ["adapter", "adapter page", "adapter"], ["idle", "idle adapter", "idle adapter"], ["pinned", "pinned", "pinned"], ["draft", "draft", "draft"]];
 
 // What a view shows instead while the feed cannot be read.
@@ -21,6 +21,52 @@ export function locked(error, retry) {
   return h("div", { class: "splash" }, form);
 }
 
+// Which engine Memory and Steps show, where there are several: the models behind one port, or the replicas of one model.
+class EngineChooser {
+  constructor() {
+    this.select = h("select", { onchange: () => feed.choose(JSON.parse(this.select.value)) });
+    this.node = h("label", { class: "engines", hidden: true }, "Engine ", this.select);
+  }
+
+  show(panel) {
+    panel.prepend(this.node);
+    this.refresh();
+    clearInterval(this.timer);
+    this.timer = setInterval(() => this.refresh(), ENGINES_MS);
+  }
+
+  hide() { clearInterval(this.timer); }
+
+  async refresh() {
+    let choices = [];
+    try {
+      const models = (await json("v1/models")).data.filter((model) => model.state);
+      if (models.length) {
+        choices = [["used last", {}], ...models.map(({ id, state }) => [state === "ready" ? id : `${id} (${state})`, { model: id }])];
+        this.follow(models.filter((model) => model.state === "ready").sort((one, two) => one.idle_seconds - two.idle_seconds)[0]?.id);
+      } else {
+        const { replicas } = await json("v1/engine", { admin: true });
+        choices = Array.from({ length: replicas }, (_, replica) => [`replica ${replica}`, replica ? { replica } : {}]);
+        clearInterval(this.timer); // their number does not change
+      }
+    } catch { /* the feed says what is wrong */ }
+    this.node.hidden = choices.length < 2;
+    const said = JSON.stringify(choices);
+    if (said === this.said) return; // an open list stays open
+    this.said = said;
+    fill(this.select, choices.map(([label, chosen]) => h("option", { value: JSON.stringify(chosen) }, clean(label))));
+    this.select.value = JSON.stringify(feed.chosen);
+  }
+
+  // Without a choice the feed is of the model that was used last when it began.
+  follow(last) {
+    if (this.last && last && last !== this.last && !feed.chosen.model) feed.choose({});
+    this.last = last;
+  }
+}
+
+export const engines = new EngineChooser();
+
 export function memoryView(panel) {
   return new MemoryView(panel);
 }
@@ -28,6 +74,8 @@ export function memoryView(panel) {
 class MemoryView {
   constructor(panel) {
     this.panel = panel;
+    this.box = h("div", {});
+    panel.append(this.box);
     this.mirror = feed.mirror;
     this.rows = new Map();
     this.chosen = null; // the number of a sequence
@@ -39,13 +87,14 @@ class MemoryView {
   show() {
     this.isShown = true;
     feed.open();
+    engines.show(this.panel);
     this.mirror.whole = true;
     this.changed(true);
-    json("v1/engine", { admin: true }).then((engine) => { this.engine = engine; this.changed(true); }).catch(() => {});
   }
 
   hide() {
     this.isShown = false;
+    engines.hide();
     feed.close();
   }
 
@@ -86,9 +135,10 @@ class MemoryView {
     const lock = locked(feed.error, () => feed.retry());
     if (lock || this.lock) {
       this.lock = lock;
-      fill(this.panel, lock ?? this.content);
+      fill(this.box, lock ?? this.content);
       if (lock) return;
-    } else if (!this.content.isConnected) fill(this.panel, this.content);
+    } else if (!this.content.isConnected) fill(this.box, this.content);
+    this.readSize();
     this.map.ask();
     const time = performance.now();
     if (!now && time - (this.listed ?? 0) < LIST_MS) {
@@ -99,6 +149,15 @@ class MemoryView {
     this.update();
   }
 
+  // Bytes of the pool that is shown: another engine's has another size.
+  readSize() {
+    const key = JSON.stringify([feed.chosen, this.mirror.num_blocks]);
+    if (key === this.sized) return;
+    this.sized = key;
+    this.pool = null;
+    json(feed.path(), { admin: true }).then(({ pool }) => { if (this.sized === key) { this.pool = pool; this.changed(true); } }).catch(() => {});
+  }
+
   update() {
     const { mirror } = this, counts = mirror.counts(), usage = mirror.usage(), { counters } = mirror;
     const share = (part, whole) => (whole ? `${(100 * part / whole).toFixed(part / whole < 0.1 ? 1 : 0)} %` : "–");
@@ -107,7 +166,7 @@ class MemoryView {
       tile(number(counts.shared ?? 0), "shared"), tile(share(usage.wasted, usage.held * mirror.block_size), "of held memory unfilled"),
       tile(share(counters.prefix_hits ?? 0, counters.prefix_queries ?? 0), "prefix hits"), tile(number(counters.copies ?? 0), "copies on write"),
       tile(number(counters.evictions ?? 0), "evictions seen"), tile(number(counters.preemptions ?? 0), "preemptions"));
-    this.title.textContent = `${number(mirror.num_blocks)} × ${mirror.block_size} tokens${this.engine?.pool ? `, ${bytes(this.engine.pool.num_bytes)}` : ""} · step ${number(mirror.step)}`;
+    this.title.textContent = `${number(mirror.num_blocks)} × ${mirror.block_size} tokens${this.pool ? `, ${bytes(this.pool.num_bytes)}` : ""} · step ${number(mirror.step)}`;
     this.updateLegend(counts);
     this.updateBars(counts, usage);
     this.updateList();
@@ -132,15 +191,16 @@ class MemoryView {
         [part(usage.filled, "var(--decode)"), part(usage.wasted, "var(--draft)"), part(kept, "var(--adapter)"), part((counts.cached ?? 0) * size, "var(--cached)")]),
       bar("If each request reserved its maximum", usage.held ? `${number(reserved)} tokens · ${(usage.reserved / Math.max(1, usage.held)).toFixed(1)} × of what is held${reserved > all ? " · does not fit" : ""}` : "–",
         [part(usage.filled, "var(--decode)"), part(reserved - usage.filled, reserved > all ? "var(--bad)" : "var(--draft)")]),
-      h("p", { class: "dim" }, saved > 0 ? `Sharing saves ${plural(saved, "block")} now. ` : "", this.hostText()));
+      this.tiers(bar), saved > 0 && h("p", { class: "dim" }, `Sharing saves ${plural(saved, "block")} now.`));
   }
 
-  hostText() {
-    const { host } = this.mirror, parts = [];
-    if (host.swap_space) parts.push(`${number(host.swap_used ?? 0)} of ${number(host.swap_space)} swap blocks in host memory`);
-    if (host.offload_space) parts.push(`${number(host.offload_used ?? 0)} of ${number(host.offload_space)} offloaded prefix blocks in host memory`);
-    if (host.offload_disk) parts.push(`${number(host.offload_disk)} on disk`);
-    return parts.length ? `Beside the pool: ${parts.join(", ")}.` : "";
+  // Blocks beside the pool: in host memory and on disk.
+  tiers(bar) {
+    const { host } = this.mirror;
+    const tier = (label, used = 0, space = 0, more = "") => space > 0 && bar(label, `${number(used)} of ${number(space)} blocks${more}`,
+      [h("i", { style: { width: `${100 * Math.min(1, used / space)}%`, background: "var(--pinned)" } })]);
+    return [tier("Swapped out, in host memory", host.swap_used, host.swap_space),
+      tier("Evicted prefixes, in host memory", host.offload_used, host.offload_space, host.offload_disk ? ` · ${number(host.offload_disk)} on disk` : "")];
   }
 
   // ---------------------------------------------------------------- requests
@@ -180,7 +240,7 @@ class MemoryView {
   async texts(id) {
     let known = this.details.get(id);
     if (!known || performance.now() - known.at > TEXT_MS) {
-      known = { at: performance.now(), promise: json(`v1/engine/requests/${encodeURIComponent(id)}`, { admin: true }).catch(() => known?.promise ?? null) };
+      known = { at: performance.now(), promise: json(feed.path(`/requests/${encodeURIComponent(id)}`), { admin: true }).catch(() => known?.promise ?? null) };
       this.details.set(id, known);
       if (this.details.size > 40) this.details.delete(this.details.keys().next().value);
     }

@@ -60,7 +60,7 @@ export function modelsView(panel, { tell }) {
     clearTimeout(timer);
     const { data } = await json("v1/models");
     fill(list, data.map((model) => h("tr", {}, h("td", {}, clean(model.id)),
-      h("td", { class: "dim" }, model.parent ? `adapter of ${clean(model.parent)}` : "model"), h("td", {}, state(model)), h("td", {}, action(model)))));
+      h("td", { class: "dim" }, model.parent ? `adapter of ${clean(model.parent)}` : model.task === "embed" ? "encoder" : "model"), h("td", {}, state(model)), h("td", {}, action(model)))));
     if (data.some((model) => model.state === "starting")) timer = setTimeout(refresh, 1000);
     if (data.some((model) => model.state) && !data.some((model) => model.state === "ready")) return; // to ask for facts would start one
     try {

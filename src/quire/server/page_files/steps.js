@@ -3,7 +3,7 @@
 import { call } from "./api.js";
 import { button, canvas, colour, fill, h, icon, number } from "./dom.js";
 import { feed } from "./feed.js";
-import { locked } from "./memory.js";
+import { engines, locked } from "./memory.js";
 
 const SHOWN = 120, METRICS_MS = 2000, WINDOW = 90; // seconds of the plots
 const HISTOGRAMS = { quire_time_to_first_token_seconds: "ttft", quire_inter_token_latency_seconds: "itl", quire_request_queue_time_seconds: "queue" };
@@ -15,6 +15,8 @@ export function stepsView(panel) {
 class StepsView {
   constructor(panel) {
     this.panel = panel;
+    this.box = h("div", {});
+    panel.append(this.box);
     this.frozen = null;
     this.latencies = []; // {time, ttft: [p50, p95], …}
     this.build();
@@ -24,6 +26,7 @@ class StepsView {
   show() {
     this.isShown = true;
     feed.open();
+    engines.show(this.panel);
     this.timer = setInterval(() => this.readMetrics(), METRICS_MS);
     this.readMetrics();
     this.changed();
@@ -32,6 +35,7 @@ class StepsView {
   hide() {
     this.isShown = false;
     clearInterval(this.timer);
+    engines.hide();
     feed.close();
   }
 
@@ -72,9 +76,9 @@ class StepsView {
     const lock = locked(feed.error, () => feed.retry());
     if (lock || this.lock) {
       this.lock = lock;
-      fill(this.panel, lock ?? this.content);
+      fill(this.box, lock ?? this.content);
       if (lock) return;
-    } else if (!this.content.isConnected) fill(this.panel, this.content);
+    } else if (!this.content.isConnected) fill(this.box, this.content);
     this.strip.redraw();
     const now = performance.now();
     if (now - (this.updated ?? 0) < 240) {
@@ -146,8 +150,10 @@ class StepsView {
   async readMetrics() {
     let text;
     try { text = await (await call("metrics")).text(); } catch { return; }
-    const now = histograms(text), before = this.metrics, point = { time: performance.now() / 1000 };
+    const now = histograms(text, feed.chosen.model), before = this.model === feed.chosen.model ? this.metrics : null, point = { time: performance.now() / 1000 };
     this.metrics = now;
+    if (this.model !== feed.chosen.model) this.latencies.length = 0;
+    this.model = feed.chosen.model;
     if (!before) return;
     for (const [name, short] of Object.entries(HISTOGRAMS)) {
       const grown = (now[name] ?? []).map(([bound, count], index) => [bound, count - (before[name]?.[index]?.[1] ?? 0)]);
@@ -158,11 +164,15 @@ class StepsView {
   }
 }
 
-function histograms(text) {
+// By metric: [bound, count] of its buckets, of one model or of all together.
+function histograms(text, model) {
   const found = {};
   for (const line of text.split("\n")) {
     const match = /^(\w+)_bucket\{.*?le="([^"]+)".*?\} (\S+)$/.exec(line);
-    if (match && HISTOGRAMS[match[1]]) (found[match[1]] ??= []).push([match[2] === "+Inf" ? Infinity : Number(match[2]), Number(match[3])]);
+    if (!match || !HISTOGRAMS[match[1]] || (model && !line.includes(`model_name="${model}"`))) continue;
+    const buckets = found[match[1]] ??= [], bound = match[2] === "+Inf" ? Infinity : Number(match[2]);
+    const known = buckets.find((bucket) => bucket[0] === bound);
+    if (known) known[1] += Number(match[3]); else buckets.push([bound, Number(match[3])]);
   }
   return found;
 }

@@ -13,6 +13,7 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
+    task: str  # "generate", or "embed" for all that encoders do
     parent: NotRequired[str]  # of an adapter: its base
     max_model_len: NotRequired[int]  # not known of an embedding model that has not been started
 
