@@ -314,6 +314,51 @@ def test_ingestion_pauses_while_text_is_generated(data: DataFolder, monkeypatch:
     assert time.monotonic() - began >= 4 * 0.02 / ingest.BUSY_SHARE
 
 
+def test_parsing_leaves_time_to_generation(data: DataFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rag.ingesting.OneEncoder.is_generating", True)
+    monkeypatch.setattr(ingest, "parse_file", lambda *_: time.sleep(0.02) or "text")
+    store = new_store(data)
+    add_to(data, store, *(add_file(data, f"text {n}") for n in range(2 * ingest.NUM_PARSERS)))
+    began = time.monotonic()
+    run(data)
+    assert time.monotonic() - began >= 0.02 / ingest.BUSY_SHARE
+
+
+def test_the_encoder_never_waits_while_chunks_do(data: DataFolder) -> None:
+    """The next request comes as soon as one of the open ones is answered, not when all are."""
+
+    class Slow(HashEncoder):
+        num_calls = 0
+
+        async def embed(self, texts: Sequence[str]) -> list[bytes]:
+            self.num_calls += 1
+            if self.num_calls > ingest.MAX_REQUESTS:
+                next_came.set()
+            elif self.num_calls > 1:
+                await asyncio.wait_for(next_came.wait(), 10)
+            return await super().embed(texts)
+
+    next_came, store, encoder = asyncio.Event(), new_store(data), Slow()
+    add_to(data, store, add_file(data, "word " * 100 * 5 * ingest.CHUNKS_AT_ONCE))
+    run(data, encoder)
+    assert data.stores.counts(store.id)[0]["completed"] == 1
+    assert encoder.num_calls == 5
+
+
+def test_a_batch_waits_for_no_index_within_its_transaction(
+    data: DataFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that completes files holds the index and waits for the database: the reverse order would end both."""
+    within = []
+    monkeypatch.setattr(
+        data.stores, "_forget", lambda *_: within.append(data.database._connection.in_transaction)
+    )
+    store, file_id = new_store(data), add_file(data, "text")
+    add_to(data, store, file_id)
+    data.stores.create_batch(store, [NewStoreFile(file_id, {}, 100, 0)])
+    assert within == [False, False]
+
+
 def test_a_missing_index_is_built_again_at_start_with_progress(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
