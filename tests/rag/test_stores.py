@@ -20,11 +20,13 @@ from quire.rag import stores as stores_module
 from quire.rag.batches import BatchRecords
 from quire.rag.database import PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
+from quire.rag.filters import parse_filter
+from quire.rag.index import GrowingIndex
 from quire.rag.ranking import IndexQuery
 from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
 from quire.server.errors import as_api_error
 from tests.rag.files import zip_bomb
-from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
+from tests.rag.ingesting import WIDTH, DataFolder, HashEncoder, ingest_all, vector_of
 
 ME = "owner"
 
@@ -435,6 +437,30 @@ def test_attributes_change_without_embedding_again(data: DataFolder) -> None:
     run(data)
     data.stores.set_attributes(data.stores.get(ME, store.id), file_id, {"n": 2.0})
     assert search(data, store, "text")[0].attributes == {"n": 2.0}
+
+
+def test_attributes_that_the_index_did_not_get_are_found_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends, or a Qdrant server stops to answer, between the record and the index."""
+
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    data = DataFolder(tmp_path)
+    store, file_id = new_store(data), add_file(data, "text")
+    add_to(data, store, file_id)
+    run(data)
+    monkeypatch.setattr(GrowingIndex, "set_attributes", ended)
+    with pytest.raises(KeyboardInterrupt):
+        data.stores.set_attributes(store, file_id, {"n": 2.0})
+    wanted = parse_filter({"type": "eq", "key": "n", "value": 2})
+    query = IndexQuery(numpy.ones(WIDTH, numpy.float32), "text", 5, wanted)
+    for _ in range(2):  # in this process, and in the next one
+        assert [hit.attributes for hit in data.stores.search(store, query)] == [{"n": 2.0}]
+        data.close()
+        data = DataFolder(tmp_path)
+    data.close()
 
 
 # ---------------------------------------------------------------------- kill -9

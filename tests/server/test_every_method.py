@@ -110,7 +110,11 @@ async def batches(call: Called) -> None:
         "batches.create", input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
     )
     assert batch.id in [listed.id for listed in (await call("batches.list")).data]
-    while (batch := await call("batches.retrieve", batch.id)).status in ("validating", "in_progress", "finalizing"):
+    while (batch := await call("batches.retrieve", batch.id)).status in (
+        "validating",
+        "in_progress",
+        "finalizing",
+    ):
         await asyncio.sleep(0.05)
     row = json.loads((await call("files.content", batch.output_file_id)).text)
     assert len(row["response"]["body"]["data"][0]["embedding"]) == 384

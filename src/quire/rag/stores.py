@@ -217,34 +217,31 @@ class VectorStores:
     def _enter(self, store: VectorStore, files: Sequence[NewStoreFile], batch_id: str | None) -> list[int]:
         """Within a transaction; returns the ids of chunks that are gone."""
         gone: list[int] = []
-        with self._database.transaction() as connection:
-            (count,) = connection.execute(
-                "SELECT COUNT(*) FROM store_files WHERE store_id = ?", (store.id,)
-            ).fetchone()
-            if count + len(files) > MAX_STORE_FILES:
-                raise InvalidRequest(
-                    f"the vector store has {count} files and {len(files)} more are asked for, of at most "
-                    f"{MAX_STORE_FILES}: make another store",
-                    "file_ids",
-                )
-            for file in files:
-                gone += self._remove(store.id, file.file_id)
-                self._database.add(
-                    "store_files",
-                    id=file.file_id,
-                    store_id=store.id,
-                    batch_id=batch_id,
-                    created_at=now(),
-                    status="in_progress",
-                    error_code=None,
-                    error_message=None,
-                    attributes=to_json(file.attributes),
-                    max_tokens=file.max_tokens,
-                    overlap=file.overlap,
-                    usage_bytes=0,
-                    is_parsed=0,
-                )
-            connection.execute("UPDATE stores SET last_active_at = ? WHERE id = ?", (now(), store.id))
+        (count,) = self._database.rows("SELECT COUNT(*) FROM store_files WHERE store_id = ?", store.id)[0]
+        if count + len(files) > MAX_STORE_FILES:
+            raise InvalidRequest(
+                f"the vector store has {count} files and {len(files)} more are asked for, of at most "
+                f"{MAX_STORE_FILES}: make another store",
+                "file_ids",
+            )
+        for file in files:
+            gone += self._remove(store.id, file.file_id)
+            self._database.add(
+                "store_files",
+                id=file.file_id,
+                store_id=store.id,
+                batch_id=batch_id,
+                created_at=now(),
+                status="in_progress",
+                error_code=None,
+                error_message=None,
+                attributes=to_json(file.attributes),
+                max_tokens=file.max_tokens,
+                overlap=file.overlap,
+                usage_bytes=0,
+                is_parsed=0,
+            )
+        self._database.change("UPDATE stores SET last_active_at = ? WHERE id = ?", now(), store.id)
         return gone
 
     def create_batch(self, store: VectorStore, files: Sequence[NewStoreFile]) -> FileBatch:
@@ -299,16 +296,22 @@ class VectorStores:
         return [_store_file(row) for row in page.rows], page.has_more
 
     def set_attributes(self, store: VectorStore, file_id: str, attributes: dict[str, Any]) -> StoreFile:
-        file = self.file(store, file_id)
-        self._database.change(
-            "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?",
-            *(to_json(attributes), store.id, file_id),
-        )
-        if file.status == "completed":
-            with self._lock:
-                index = self._index(store)
-                if index is not None:
+        with self._lock:  # a file that is being completed has its attributes read already
+            is_found = self.file(store, file_id).status == "completed"
+            index = self._index(store) if is_found else None
+            with self._database.transaction() as connection:
+                connection.execute(
+                    "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?",
+                    (to_json(attributes), store.id, file_id),
+                )
+                connection.execute("UPDATE stores SET index_is_stale = ? WHERE id = ?", (is_found, store.id))
+            if index is not None:
+                try:
                     index.set_attributes(self._chunk_ids(store.id, [file_id]), attributes)
+                except BaseException:
+                    self._open.pop(store.id).close()  # built again when it is next used
+                    raise
+                self._database.change("UPDATE stores SET index_is_stale = 0 WHERE id = ?", store.id)
         return self.file(store, file_id)
 
     def remove_file(self, store: VectorStore, file_id: str) -> None:
@@ -333,9 +336,8 @@ class VectorStores:
             store.id,
             file_id,
         ):
-            pieces.append(
-                " " if pieces and row["start"] > end else ""
-            )  # white space between chunks is not kept
+            if pieces and row["start"] > end:
+                pieces.append(" ")  # white space between chunks is not kept
             pieces.append(row["text"][max(0, end - row["start"]) :])
             end = max(end, row["end"])
         return "".join(pieces)
@@ -481,15 +483,15 @@ class VectorStores:
         return index
 
     def _opened(self, store: VectorStore, width: int) -> VectorIndex:
-        row = self._database.row(
-            "SELECT COUNT(*) AS chunks FROM chunks JOIN store_files ON store_files.store_id = chunks.store_id AND "
-            "store_files.id = file_id WHERE chunks.store_id = ? AND status = 'completed'",
-            store.id,
+        ((num_chunks, is_stale),) = self._database.rows(
+            "SELECT COUNT(*), (SELECT index_is_stale FROM stores WHERE id = ?) FROM chunks JOIN store_files ON "
+            "store_files.store_id = chunks.store_id AND store_files.id = file_id WHERE chunks.store_id = ? AND "
+            "status = 'completed'",
+            *(store.id, store.id),
         )
-        num_chunks = row["chunks"] if row is not None else 0
         try:
             index = self._indexes.open(store.id, width)
-            if len(index) == num_chunks:
+            if len(index) == num_chunks and not is_stale:
                 return index
             index.close()
         except StoreUnreachable:
@@ -509,6 +511,7 @@ class VectorStores:
             index.upsert(points)
             done += len(points)
             log.info("index     of %s: %d of %d chunks", store.id, done, num_chunks)
+        self._database.change("UPDATE stores SET index_is_stale = 0 WHERE id = ?", store.id)
         return index
 
     def _points(self, store: VectorStore, file_ids: Sequence[str]) -> Iterable[list[Point]]:

@@ -207,9 +207,7 @@ def _finding(
     )
 
 
-def _checks(
-    reaching: dict[str, GraphPoint | None], served: list[ServedPoint], count: int
-) -> list[Check]:
+def _checks(reaching: dict[str, GraphPoint | None], served: list[ServedPoint], count: int) -> list[Check]:
     checks = [
         Check(
             f"{metric}: recall@10 of {RECALL} at {SHARE:.0%} of the distances or fewer",

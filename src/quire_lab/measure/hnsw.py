@@ -154,7 +154,9 @@ class Hnsw:
             is_left[leaving] = True
             left = nodes[leaving].tolist()
             visits.path += [(layer, node) for node in left]
-            reached = numpy.unique(numpy.array([other for node in left for other in links[node]], numpy.int64))
+            reached = numpy.unique(
+                numpy.array([other for node in left for other in links[node]], numpy.int64)
+            )
             fresh = reached[self._seen[reached] != self._searches]
             self._seen[fresh] = self._searches
             nodes = numpy.concatenate((nodes, fresh))
@@ -168,7 +170,9 @@ class Hnsw:
         visits.distances += len(nodes)
         return self._between(vector, self.vectors[nodes], self._squares[nodes])
 
-    def _between(self, vector: numpy.ndarray, vectors: numpy.ndarray, squares: numpy.ndarray) -> numpy.ndarray:
+    def _between(
+        self, vector: numpy.ndarray, vectors: numpy.ndarray, squares: numpy.ndarray
+    ) -> numpy.ndarray:
         """1 − cosine, or the squared Euclidean distance. Row by row: threads would cost more than they save."""
         products = numpy.vecdot(vectors, vector)
         if self.metric == "cosine":
