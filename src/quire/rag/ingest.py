@@ -175,7 +175,7 @@ class Ingest:
             self._has_chunks.clear()
             chunks = await self._thread(self._stores.unembedded, CHUNKS_AT_ONCE, frozenset(self._embedding))
             if not chunks:
-                await self._thread(self._stores.complete_files)  # those that a process before this one left
+                await self._thread(self._stores.complete_files)  # whose chunks another process embedded
                 return
             self._has_chunks.set()
             self._embedding.update(chunk.id for chunk in chunks)

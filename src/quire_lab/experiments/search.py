@@ -58,15 +58,8 @@ def run(setup: Setup) -> Finding:
             stack.callback(index.close)
         points, seconds, layers = [], {}, []
         for metric in METRICS:
-            note = f"{metric}: {{:,}} of {count:,} vectors are in the graph"
             started = time.perf_counter()
-            graph = Hnsw(
-                vectors,
-                metric,
-                ef_construct=setup.pick(32, 100, 100),
-                seed=setup.seed,
-                progress=lambda done, note=note: bar.note(note.format(done)),
-            )
+            graph = _graph(setup, vectors, metric, bar)
             seconds[metric] = time.perf_counter() - started
             layers = [len(layer) for layer in graph.links]  # drawn by the seed: alike for both metrics
             bar()
@@ -74,6 +67,14 @@ def run(setup: Setup) -> Finding:
         served = _served(indexes, queries, bar)
     drawn = Hnsw(clustered(DRAWN, 2, setup.seed, 6), "euclidean", m=3, ef_construct=16, seed=1)
     return _finding(setup, count, num_queries, points, served, layers, drawn, seconds)
+
+
+def _graph(setup: Setup, vectors: numpy.ndarray, metric: str, bar: Bar) -> Hnsw:
+    def progress(done: int) -> None:
+        bar.note(f"{metric}: {done:,} of {len(vectors):,} vectors are in the graph")
+
+    ef = setup.pick(32, 100, 100)
+    return Hnsw(vectors, metric, ef_construct=ef, seed=setup.seed, progress=progress)
 
 
 def _curve(graph: Hnsw, queries: numpy.ndarray, bar: Bar) -> list[GraphPoint]:
