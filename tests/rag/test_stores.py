@@ -467,29 +467,35 @@ def test_attributes_that_the_index_did_not_get_are_found_at_the_next_start(
 
 
 def kill_rounds(folder: Path, rounds: int, seed: int) -> None:
-    """Every file that said completed is found; the others resume."""
-    choose, said = random.Random(seed), set[str]()
+    """Every file that said completed is found; the others resume. Each round adds files, and ends the process when a
+    random number of them is completed, or a moment later."""
+    choose, said, texts, interrupted = random.Random(seed), set[str](), dict[str, str](), 0
     data = DataFolder(folder)
-    store, texts = new_store(data), {}
-    for number in range(40):
-        text = f"document{number} " + " ".join(f"w{number}x{word}" for word in range(choose.randint(5, 600)))
-        texts[add_file(data, text)] = text
-    add_to(data, store, *texts)
-    data.close()
+    store = new_store(data)
     for _ in range(rounds):
+        added = {}
+        for number in range(len(texts), len(texts) + 24):
+            words = [f"w{number}x{word}" for word in range(choose.randint(5, 600))]
+            text = f"document{number} " + " ".join(words)
+            added[add_file(data, text)] = text
+        add_to(data, store, *added)
+        texts |= added
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rag.ingesting", str(folder)],
-            env={**os.environ},
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "tests.rag.ingesting", str(folder)], env={**os.environ}
         )
-        time.sleep(0.5 + choose.random() * 0.7)
+        target = len(said) + choose.randrange(len(added))
+        while data.stores.counts(store.id)[0]["completed"] < target and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(choose.random() * 0.05)
         process.kill()
         process.wait()
+        data.close()
         data = DataFolder(folder)
         files = {file_id: data.stores.file(store, file_id).status for file_id in texts}
         completed = {file_id for file_id, status in files.items() if status == "completed"}
         assert said <= completed, "a completed file was lost"
         assert set(files.values()) <= {"completed", "in_progress"}
+        interrupted += "in_progress" in files.values()
         said = completed
         for file_id in completed:
             word = texts[file_id].split()[0]
@@ -497,10 +503,9 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> None:
             assert data.stores.text(store, file_id) == texts[file_id]
         found = {passage.file_id for passage in search(data, store, "anything", 50)}
         assert found <= completed, "a file is found that is not completed"
-        data.close()
-    data = DataFolder(folder)
     run(data)
     assert data.stores.counts(store.id)[0]["completed"] == len(texts)
+    assert interrupted >= rounds // 4
     data.close()
 
 
