@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from quire.core.errors import ConfigError, InvalidRequest, NotFound, QuireError,
 from quire.rag import ingest
 from quire.rag import stores as stores_module
 from quire.rag.batches import BatchRecords
-from quire.rag.database import PageQuery, RagDatabase
+from quire.rag.database import MIGRATIONS, PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
 from quire.rag.filters import parse_filter
 from quire.rag.index import GrowingIndex
@@ -184,6 +185,22 @@ def test_few_indexes_are_open_at_a_time(data: DataFolder, monkeypatch: pytest.Mo
     for store in stores * 2:
         assert search(data, store, "text")
     assert len(data.stores._open) == 2
+
+
+def test_a_database_of_the_first_version_is_migrated(tmp_path: Path) -> None:
+    old = sqlite3.connect(tmp_path / "quire.db")
+    old.executescript(MIGRATIONS[0])
+    old.execute("INSERT INTO stores VALUES (1, 'vs_1', 'owner', 'old', NULL, '{}', 1, NULL, 1, NULL, NULL)")
+    old.execute("PRAGMA user_version = 1")
+    old.commit()
+    old.close()
+    data = DataFolder(tmp_path)
+    store = data.stores.get(ME, "vs_1")
+    add_to(data, store, add_file(data, "text"))
+    run(data)
+    assert len(search(data, store, "text")) == 1
+    assert data.database.rows("PRAGMA user_version")[0][0] == len(MIGRATIONS)
+    data.close()
 
 
 def test_a_database_of_a_later_version_is_refused(tmp_path: Path) -> None:
