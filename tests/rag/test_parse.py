@@ -72,7 +72,7 @@ ENCRYPTED = (
     [
         ("a.pdf", b"hello", "invalid_file", "ends in .pdf, but it is no PDF"),
         ("a.pdf", docx(["x"]), "invalid_file", "it is a zip archive"),
-        ("a.txt", pdf(["x"]), "unsupported_file", "it is a PDF"),
+        ("a.txt", pdf(["x"]), "unsupported_file", "it is a PDF: let its name end in .pdf"),
         ("a.txt", b"a\0b", "unsupported_file", "no text"),
         ("a.txt", b"a" * 2000 + b"\0", "invalid_file", "a zero byte at character 2,000"),
         ("a.txt", b"caf\xe9", "invalid_file", "byte 3 is no UTF-8: save it as UTF-8"),

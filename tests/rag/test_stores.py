@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -18,13 +19,15 @@ from quire.core.errors import ConfigError, InvalidRequest, NotFound, QuireError,
 from quire.rag import ingest
 from quire.rag import stores as stores_module
 from quire.rag.batches import BatchRecords
-from quire.rag.database import PageQuery, RagDatabase
+from quire.rag.database import MIGRATIONS, PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
+from quire.rag.filters import parse_filter
+from quire.rag.index import GrowingIndex
 from quire.rag.ranking import IndexQuery
 from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
 from quire.server.errors import as_api_error
 from tests.rag.files import zip_bomb
-from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
+from tests.rag.ingesting import WIDTH, DataFolder, HashEncoder, ingest_all, vector_of
 
 ME = "owner"
 
@@ -184,6 +187,22 @@ def test_few_indexes_are_open_at_a_time(data: DataFolder, monkeypatch: pytest.Mo
     assert len(data.stores._open) == 2
 
 
+def test_a_database_of_the_first_version_is_migrated(tmp_path: Path) -> None:
+    old = sqlite3.connect(tmp_path / "quire.db")
+    old.executescript(MIGRATIONS[0])
+    old.execute("INSERT INTO stores VALUES (1, 'vs_1', 'owner', 'old', NULL, '{}', 1, NULL, 1, NULL, NULL)")
+    old.execute("PRAGMA user_version = 1")
+    old.commit()
+    old.close()
+    data = DataFolder(tmp_path)
+    store = data.stores.get(ME, "vs_1")
+    add_to(data, store, add_file(data, "text"))
+    run(data)
+    assert len(search(data, store, "text")) == 1
+    assert data.database.rows("PRAGMA user_version")[0][0] == len(MIGRATIONS)
+    data.close()
+
+
 def test_a_database_of_a_later_version_is_refused(tmp_path: Path) -> None:
     database = RagDatabase(tmp_path / "quire.db")
     database.change("PRAGMA user_version = 99")
@@ -314,6 +333,51 @@ def test_ingestion_pauses_while_text_is_generated(data: DataFolder, monkeypatch:
     assert time.monotonic() - began >= 4 * 0.02 / ingest.BUSY_SHARE
 
 
+def test_parsing_leaves_time_to_generation(data: DataFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rag.ingesting.OneEncoder.is_generating", True)
+    monkeypatch.setattr(ingest, "parse_file", lambda *_: time.sleep(0.02) or "text")
+    store = new_store(data)
+    add_to(data, store, *(add_file(data, f"text {n}") for n in range(2 * ingest.NUM_PARSERS)))
+    began = time.monotonic()
+    run(data)
+    assert time.monotonic() - began >= 0.02 / ingest.BUSY_SHARE
+
+
+def test_the_encoder_never_waits_while_chunks_do(data: DataFolder) -> None:
+    """The next request comes as soon as one of the open ones is answered, not when all are."""
+
+    class Slow(HashEncoder):
+        num_calls = 0
+
+        async def embed(self, texts: Sequence[str]) -> list[bytes]:
+            self.num_calls += 1
+            if self.num_calls > ingest.MAX_REQUESTS:
+                next_came.set()
+            elif self.num_calls > 1:
+                await asyncio.wait_for(next_came.wait(), 10)
+            return await super().embed(texts)
+
+    next_came, store, encoder = asyncio.Event(), new_store(data), Slow()
+    add_to(data, store, add_file(data, "word " * 100 * 5 * ingest.CHUNKS_AT_ONCE))
+    run(data, encoder)
+    assert data.stores.counts(store.id)[0]["completed"] == 1
+    assert encoder.num_calls == 5
+
+
+def test_a_batch_waits_for_no_index_within_its_transaction(
+    data: DataFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that completes files holds the index and waits for the database: the reverse order would end both."""
+    within = []
+    monkeypatch.setattr(
+        data.stores, "_forget", lambda *_: within.append(data.database._connection.in_transaction)
+    )
+    store, file_id = new_store(data), add_file(data, "text")
+    add_to(data, store, file_id)
+    data.stores.create_batch(store, [NewStoreFile(file_id, {}, 100, 0)])
+    assert within == [False, False]
+
+
 def test_a_missing_index_is_built_again_at_start_with_progress(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,33 +456,63 @@ def test_attributes_change_without_embedding_again(data: DataFolder) -> None:
     assert search(data, store, "text")[0].attributes == {"n": 2.0}
 
 
+def test_attributes_that_the_index_did_not_get_are_found_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends, or a Qdrant server stops to answer, between the record and the index."""
+
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    data = DataFolder(tmp_path)
+    store, file_id = new_store(data), add_file(data, "text")
+    add_to(data, store, file_id)
+    run(data)
+    monkeypatch.setattr(GrowingIndex, "set_attributes", ended)
+    with pytest.raises(KeyboardInterrupt):
+        data.stores.set_attributes(store, file_id, {"n": 2.0})
+    wanted = parse_filter({"type": "eq", "key": "n", "value": 2})
+    query = IndexQuery(numpy.ones(WIDTH, numpy.float32), "text", 5, wanted)
+    for _ in range(2):  # in this process, and in the next one
+        assert [hit.attributes for hit in data.stores.search(store, query)] == [{"n": 2.0}]
+        data.close()
+        data = DataFolder(tmp_path)
+    data.close()
+
+
 # ---------------------------------------------------------------------- kill -9
 
 
 def kill_rounds(folder: Path, rounds: int, seed: int) -> None:
-    """Every file that said completed is found; the others resume."""
-    choose, said = random.Random(seed), set[str]()
+    """Every file that said completed is found; the others resume. Each round adds files, and ends the process when a
+    random number of them is completed, or a moment later."""
+    choose, said, texts, interrupted = random.Random(seed), set[str](), dict[str, str](), 0
     data = DataFolder(folder)
-    store, texts = new_store(data), {}
-    for number in range(40):
-        text = f"document{number} " + " ".join(f"w{number}x{word}" for word in range(choose.randint(5, 600)))
-        texts[add_file(data, text)] = text
-    add_to(data, store, *texts)
-    data.close()
+    store = new_store(data)
     for _ in range(rounds):
+        added = {}
+        for number in range(len(texts), len(texts) + 24):
+            words = [f"w{number}x{word}" for word in range(choose.randint(5, 600))]
+            text = f"document{number} " + " ".join(words)
+            added[add_file(data, text)] = text
+        add_to(data, store, *added)
+        texts |= added
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rag.ingesting", str(folder)],
-            env={**os.environ},
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "tests.rag.ingesting", str(folder)], env={**os.environ}
         )
-        time.sleep(0.5 + choose.random() * 0.7)
+        target = len(said) + choose.randrange(len(added))
+        while data.stores.counts(store.id)[0]["completed"] < target and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(choose.random() * 0.05)
         process.kill()
         process.wait()
+        data.close()
         data = DataFolder(folder)
         files = {file_id: data.stores.file(store, file_id).status for file_id in texts}
         completed = {file_id for file_id, status in files.items() if status == "completed"}
         assert said <= completed, "a completed file was lost"
         assert set(files.values()) <= {"completed", "in_progress"}
+        interrupted += "in_progress" in files.values()
         said = completed
         for file_id in completed:
             word = texts[file_id].split()[0]
@@ -426,10 +520,9 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> None:
             assert data.stores.text(store, file_id) == texts[file_id]
         found = {passage.file_id for passage in search(data, store, "anything", 50)}
         assert found <= completed, "a file is found that is not completed"
-        data.close()
-    data = DataFolder(folder)
     run(data)
     assert data.stores.counts(store.id)[0]["completed"] == len(texts)
+    assert interrupted >= rounds // 4
     data.close()
 
 

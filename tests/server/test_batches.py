@@ -1,6 +1,5 @@
 """/v1/batches with OpenAI's client and /v1/messages/batches with Anthropic's: progress, cancel, restart."""
 
-import asyncio
 import json
 import time
 from pathlib import Path
@@ -68,25 +67,6 @@ def test_every_method_of_batches(client: openai.OpenAI) -> None:
     assert listed.index(other.id) < listed.index(batch.id)
     with pytest.raises(openai.BadRequestError, match="is completed and cannot be cancelled"):
         client.batches.cancel(batch.id)
-
-
-def test_other_endpoints_and_async(data_server: RunningServer) -> None:
-    async def all_of_it() -> None:
-        client = data_server.async_client(api_key="alice")
-        one = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a text"}}
-        file = await client.files.create(file=("b.jsonl", json.dumps(one).encode()), purpose="batch")
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
-        )
-        deadline = time.monotonic() + PATIENCE
-        while batch.status not in ENDED and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-            batch = await client.batches.retrieve(batch.id)
-        assert batch.output_file_id is not None
-        row = json.loads((await client.files.content(batch.output_file_id)).text)
-        assert len(row["response"]["body"]["data"][0]["embedding"]) == 384
-
-    asyncio.run(all_of_it())
 
 
 @pytest.mark.parametrize(

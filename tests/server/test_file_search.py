@@ -70,17 +70,16 @@ def test_the_model_does_not_know_it_alone(client: openai.OpenAI) -> None:
     assert "33 billion" not in answer.output_text
 
 
-def test_events_come_in_order(client: openai.OpenAI, store: tuple[str, str]) -> None:
-    events = list(
-        client.responses.create(
-            model=MODEL,
-            input=QUESTION,
-            tools=tool(store, max_num_results=1),
-            temperature=0,
-            stream=True,
-            include=["file_search_call.results"],
-        )
-    )
+@pytest.mark.parametrize("kind", ["client", "async_client"])
+def test_events_come_in_order(data_server: RunningServer, kind: str, store: tuple[str, str]) -> None:
+    asked: Any = {"model": MODEL, "input": QUESTION, "temperature": 0, "stream": True}
+    asked |= {"tools": tool(store, max_num_results=1), "include": ["file_search_call.results"]}
+
+    async def streamed() -> list[Any]:
+        made = getattr(data_server, kind)(api_key="alice").responses.create(**asked)
+        return [event async for event in await made] if kind == "async_client" else list(made)
+
+    events = asyncio.run(streamed())
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:7] == [

@@ -1,6 +1,5 @@
 """/v1/files and /v1/uploads with OpenAI's client, and what they refuse."""
 
-import asyncio
 import socket
 from pathlib import Path
 
@@ -35,28 +34,6 @@ def test_every_method_of_files(client: openai.OpenAI, tmp_path: Path) -> None:
     assert client.files.delete(other.id).deleted
     with pytest.raises(openai.NotFoundError, match="there is no file"):
         client.files.retrieve(other.id)
-
-
-def test_async_files_and_uploads(data_server: RunningServer) -> None:
-    async def all_of_it() -> None:
-        client = data_server.async_client(api_key="alice")
-        file = await client.files.create(file=("a.txt", b"text"), purpose="user_data")
-        assert file.id in [listed.id async for listed in client.files.list()]
-        assert (await client.files.content(file.id)).read() == b"text"
-        assert (await client.files.delete(file.id)).deleted
-        upload = await client.uploads.upload_file_chunked(
-            file=b"0123456789",
-            filename="n.txt",
-            bytes=10,
-            mime_type="text/plain",
-            purpose="assistants",
-            part_size=4,
-        )
-        assert upload.status == "completed"
-        assert upload.file is not None
-        assert (await client.files.content(upload.file.id)).read() == b"0123456789"
-
-    asyncio.run(all_of_it())
 
 
 def test_every_method_of_uploads(client: openai.OpenAI) -> None:

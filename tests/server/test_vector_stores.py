@@ -1,6 +1,5 @@
 """/v1/vector_stores with OpenAI's client: stores, their files, batches of files, and searches."""
 
-import asyncio
 from typing import Any
 
 import openai
@@ -117,24 +116,6 @@ def test_every_method_of_file_batches(client: openai.OpenAI) -> None:
     late = files.create(store.id, file_ids=[upload(client, "long.txt", "words " * 40_000)])
     cancelled = files.cancel(late.id, vector_store_id=store.id)
     assert (cancelled.status, cancelled.file_counts.cancelled) == ("cancelled", 1)
-
-
-def test_async_stores(data_server: RunningServer) -> None:
-    async def all_of_it() -> None:
-        client = data_server.async_client(api_key="alice")
-        file = await client.files.create(file=("a.txt", b"the moon is far away"), purpose="assistants")
-        store = await client.vector_stores.create(name="async", file_ids=[file.id])
-        done = await client.vector_stores.files.poll(file.id, vector_store_id=store.id, poll_interval_ms=50)
-        assert done.status == "completed"
-        results = await client.vector_stores.search(store.id, query="how far is the moon?")
-        assert [result.file_id async for result in results] == [file.id]
-        batch = await client.vector_stores.file_batches.create_and_poll(
-            store.id, file_ids=[file.id], poll_interval_ms=50
-        )
-        assert batch.status == "completed"
-        assert (await client.vector_stores.delete(store.id)).deleted
-
-    asyncio.run(all_of_it())
 
 
 # ---------------------------------------------------------------------- searches

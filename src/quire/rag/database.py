@@ -58,6 +58,7 @@ MIGRATIONS = (
         status TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, body TEXT NOT NULL);
     CREATE INDEX batches_by_status ON batches (status);
     """,
+    "ALTER TABLE stores ADD COLUMN index_is_stale INTEGER NOT NULL DEFAULT 0;",  # its index lacks a change
 )
 
 

@@ -22,6 +22,7 @@ from quire.rag.exact import Stored
 from quire.rag.filters import Filter
 from quire.rag.qdrant_terms import (
     DENSE,
+    EF,
     SCHEMAS,
     USUAL_LENGTH,
     WORDS,
@@ -35,12 +36,11 @@ from quire.rag.words import word_counts
 logger = get_logger(__name__)
 
 BUILD_FROM = 10_000  # points outside the graph
-EF = 64  # candidates of a search in the graph
 SCAN_KB = 20_000  # a filter that leaves fewer vectors than this is answered by comparing all of them
 MAX_FIELD_INDEXES = 64
 SETTINGS = "quire.json"
 _WITH_FILTER = qdrant.SearchParams(
-    hnsw_ef=2 * EF, acorn=qdrant.AcornSearchParams(enable=True, max_selectivity=1.0)
+    hnsw_ef=EF, acorn=qdrant.AcornSearchParams(enable=True, max_selectivity=1.0)
 )
 _WITHOUT_FILTER = qdrant.SearchParams(hnsw_ef=EF)
 _SCHEMAS = {"keyword": qdrant.PayloadSchemaType.Keyword, "float": qdrant.PayloadSchemaType.Float}

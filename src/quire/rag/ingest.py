@@ -24,10 +24,11 @@ log = get_logger(__name__)
 MAX_CHUNKS = 50_000  # of one file
 NUM_PARSERS = 2  # files that are parsed at a time
 CHUNKS_AT_ONCE = 32  # that are embedded in one request
-MAX_REQUESTS = 3  # to the encoder at once
-BUSY_SHARE = 0.1  # of the time that embedding may take while text is generated
+MAX_REQUESTS = 3  # open at once: the encoder computes while texts of others are cut and their vectors stored
+BUSY_SHARE = 0.1  # of the time that embedding, and each parser, may take while text is generated
 BUSY_SECONDS = 1.0  # after the last generation
 PAUSE_SECONDS = 0.2  # between two looks whether it goes on
+MAX_PAUSE = 5.0  # a file that took long to parse does not hold up the next for minutes
 RETRY_SECONDS = 2.0  # after an engine that is down
 MAX_RETRIES = 30
 SWEEP_SECONDS = 60.0  # between two looks for what has expired
@@ -75,6 +76,8 @@ class Ingest:
         self._encoders = encoders
         self._has_work = asyncio.Event()
         self._has_chunks = asyncio.Event()
+        self._taking = asyncio.Lock()
+        self._embedding: set[int] = set()  # chunks in open requests
         self._generated_at = -BUSY_SECONDS
         self._threads = ThreadPoolExecutor(NUM_PARSERS + 2, thread_name_prefix="ingest")
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,7 +86,8 @@ class Ingest:
     def start(self) -> None:
         self._has_work.set()
         self._has_chunks.set()
-        for work in (self._parse_all(), self._embed_all(), self._sweep()):
+        embedders = [self._embed_all() for _ in range(MAX_REQUESTS)]
+        for work in (self._parse_all(), self._sweep(), *embedders):
             self._tasks.append(asyncio.create_task(work, name="ingest"))
 
     def wake(self) -> None:
@@ -117,20 +121,23 @@ class Ingest:
 
     def _parsed(self, key: tuple[str, str], _task: "asyncio.Task[None]") -> None:
         self._parsing.pop(key, None)
-        self._has_chunks.set()
         self._has_work.set()
 
     async def _parse(self, file: StoreFile) -> None:
+        began = time.monotonic()
         try:
             store = await self._thread(self._stores.by_id, file.store_id)
             if store is None:
                 return
             encoder = await self._usable_encoder(store.model)
-            await self._thread(self._stores.set_model, store.id, encoder.name, encoder.width)
+            if store.model is None:
+                await self._thread(self._stores.set_model, store.id, encoder.name, encoder.width)
             await self._thread(self._make_chunks, file, store.owner, encoder)
         except Exception as fault:
             reason = _reason(fault)
             await self._careful(lambda: self._thread(self._stores.fail_file, file, *reason))
+        self._has_chunks.set()
+        await self._pause(began)
 
     def _make_chunks(self, file: StoreFile, owner: str, encoder: PassageEncoder) -> None:
         stored = self._files.get(owner, file.id)
@@ -160,26 +167,30 @@ class Ingest:
     async def _embed_all(self) -> None:
         while True:
             await self._has_chunks.wait()
+            await self._careful(self._embed_next)
+
+    async def _embed_next(self) -> None:
+        """The next chunks without vectors. Beside generation one request is open at a time, with pauses in between."""
+        async with self._taking:
             self._has_chunks.clear()
-            await self._careful(self._embed_waiting)
+            chunks = await self._thread(self._stores.unembedded, CHUNKS_AT_ONCE, frozenset(self._embedding))
+            if not chunks:
+                await self._thread(self._stores.complete_files)  # whose chunks another process embedded
+                return
+            self._has_chunks.set()
+            self._embedding.update(chunk.id for chunk in chunks)
+            if is_busy := self._is_busy():
+                began = time.monotonic()
+                await self._embed(chunks)
+                await self._pause(began)
+        if not is_busy:
+            await self._embed(chunks)
 
-    async def _embed_waiting(self) -> None:
-        """Until no chunk is left without vectors. Beside generation it asks for less at once, and pauses in between."""
-        while chunks := await self._thread(self._stores.unembedded, self._num_requests() * CHUNKS_AT_ONCE):
-            store_id = chunks[0].store_id
-            began = time.monotonic()
-            own = [chunk for chunk in chunks if chunk.store_id == store_id]
-            parts = [own[start : start + CHUNKS_AT_ONCE] for start in range(0, len(own), CHUNKS_AT_ONCE)]
-            await asyncio.gather(*map(self._embed, parts))
-            await self._thread(self._stores.complete_files)
-            paused_until = time.monotonic() + (time.monotonic() - began) * (1 / BUSY_SHARE - 1)
-            while self._is_busy() and (left := paused_until - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, PAUSE_SECONDS))
-        await self._thread(self._stores.complete_files)
-
-    def _num_requests(self) -> int:
-        """Open at once: with several, the encoder computes while texts are cut and vectors are stored."""
-        return 1 if self._is_busy() else MAX_REQUESTS
+    async def _pause(self, began: float) -> None:
+        """While text is generated: until the work since `began` has taken its share of the time."""
+        until = time.monotonic() + min(MAX_PAUSE, (time.monotonic() - began) * (1 / BUSY_SHARE - 1))
+        while self._is_busy() and (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, PAUSE_SECONDS))
 
     def _is_busy(self) -> bool:
         """Whether text is generated, or was a moment ago: the next request of a conversation follows soon."""
@@ -188,7 +199,16 @@ class Ingest:
         return time.monotonic() - self._generated_at < BUSY_SECONDS
 
     async def _embed(self, chunks: Sequence[WaitingChunk]) -> None:
-        """Chunks of one store; windows of several are embedded once. A fault of the encoder fails their files."""
+        """Of one store, and completes their files if nothing is missing."""
+        try:
+            vectors = await self._vectors(chunks)
+            await self._thread(self._stores.set_vectors, vectors)
+        finally:
+            self._embedding.difference_update(chunk.id for chunk in chunks)
+        await self._thread(self._stores.complete_files)
+
+    async def _vectors(self, chunks: Sequence[WaitingChunk]) -> dict[int, bytes]:
+        """By chunk; windows of several are embedded once. A fault of the encoder fails their files."""
         store_id = chunks[0].store_id
         try:
             store = await self._thread(self._stores.by_id, store_id)
@@ -208,13 +228,12 @@ class Ingest:
         except QuireError as error:
             for file_id in {chunk.file_id for chunk in chunks}:
                 await self._thread(self._fail, store_id, file_id, str(error))
-            return
+            return {}
         known = dict(zip(texts, vectors, strict=True))
-        joined = {
+        return {
             chunk.id: b"".join(known[window] for window in own)
             for chunk, own in zip(chunks, cut, strict=True)
         }
-        await self._thread(self._stores.set_vectors, joined)
 
     async def _embedded(self, encoder: PassageEncoder, texts: Sequence[str]) -> list[bytes]:
         for attempt in range(MAX_RETRIES):

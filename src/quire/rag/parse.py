@@ -21,7 +21,7 @@ from quire.rag.parsers import FileProblem, ParseLimits, parse
 
 START_SECONDS = 30.0
 USUAL_LIMITS = ParseLimits()
-FILES_EACH = 200  # of one process: what a parser leaks is bounded
+FILES_EACH = 1000  # of one process: what a parser leaks is bounded
 
 
 class ParseError(QuireError):

@@ -72,7 +72,8 @@ def parse(file: BinaryIO, filename: str, limits: ParseLimits) -> str:
         if actual is not None or (
             b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         ):
-            raise FileProblem(f"it is {actual or 'no text'}: convert it to text or PDF", "unsupported_file")
+            remedy = "let its name end in .pdf" if actual == "a PDF" else "convert it to text or PDF"
+            raise FileProblem(f"it is {actual or 'no text'}: {remedy}", "unsupported_file")
         text = _TEXT_PARSERS.get(ending, _plain)(_decoded(file, limits), limits)
     text = text.encode("utf-8", "replace").decode()  # half characters cannot be encoded again
     _check_length(len(text), limits)

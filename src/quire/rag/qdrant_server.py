@@ -19,6 +19,7 @@ from quire.rag.exact import Stored
 from quire.rag.filters import Filter
 from quire.rag.qdrant_terms import (
     DENSE,
+    EF,
     SCHEMAS,
     USUAL_LENGTH,
     WORDS,
@@ -31,7 +32,6 @@ from quire.rag.words import word_counts
 
 USUAL_PORT = 6333
 SECONDS = 30.0
-EF = 64
 _SCHEMES = ("qdrant", "qdrants")  # the second one is over TLS
 
 
@@ -82,7 +82,7 @@ class ServerIndex:
     def by_vector(self, vector: numpy.ndarray, limit: int, filter: Filter | None) -> list[tuple[int, float]]:
         params: dict[str, Any] = {"hnsw_ef": EF}
         if filter is not None:
-            params = {"hnsw_ef": 2 * EF, "acorn": {"enable": True}}
+            params["acorn"] = {"enable": True}
         return self._ranked({"query": [vector.tolist()], "using": DENSE, "params": params}, limit, filter)
 
     def by_words(self, text: str, limit: int, filter: Filter | None) -> list[tuple[int, float]]:

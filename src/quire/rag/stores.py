@@ -6,7 +6,7 @@ chunks of completed files count. An index that does not hold exactly those is bu
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,40 +208,41 @@ class VectorStores:
 
     # ------------------------------------------------------------------ files of a store
 
-    def add_files(
-        self, store: VectorStore, files: Sequence[NewStoreFile], batch_id: str | None = None
-    ) -> None:
+    def add_files(self, store: VectorStore, files: Sequence[NewStoreFile]) -> None:
         """Enters files to be parsed and embedded. One that is there already is begun again."""
-        gone: list[int] = []
-        with self._database.transaction() as connection:
-            (count,) = connection.execute(
-                "SELECT COUNT(*) FROM store_files WHERE store_id = ?", (store.id,)
-            ).fetchone()
-            if count + len(files) > MAX_STORE_FILES:
-                raise InvalidRequest(
-                    f"the vector store has {count} files and {len(files)} more are asked for, of at most "
-                    f"{MAX_STORE_FILES}: make another store",
-                    "file_ids",
-                )
-            for file in files:
-                gone += self._remove(store.id, file.file_id)
-                self._database.add(
-                    "store_files",
-                    id=file.file_id,
-                    store_id=store.id,
-                    batch_id=batch_id,
-                    created_at=now(),
-                    status="in_progress",
-                    error_code=None,
-                    error_message=None,
-                    attributes=to_json(file.attributes),
-                    max_tokens=file.max_tokens,
-                    overlap=file.overlap,
-                    usage_bytes=0,
-                    is_parsed=0,
-                )
-            connection.execute("UPDATE stores SET last_active_at = ? WHERE id = ?", (now(), store.id))
+        with self._database.transaction():
+            gone = self._enter(store, files, None)
         self._forget(store.id, gone)
+
+    def _enter(self, store: VectorStore, files: Sequence[NewStoreFile], batch_id: str | None) -> list[int]:
+        """Within a transaction; returns the ids of chunks that are gone."""
+        gone: list[int] = []
+        (count,) = self._database.rows("SELECT COUNT(*) FROM store_files WHERE store_id = ?", store.id)[0]
+        if count + len(files) > MAX_STORE_FILES:
+            raise InvalidRequest(
+                f"the vector store has {count} files and {len(files)} more are asked for, of at most "
+                f"{MAX_STORE_FILES}: make another store",
+                "file_ids",
+            )
+        for file in files:
+            gone += self._remove(store.id, file.file_id)
+            self._database.add(
+                "store_files",
+                id=file.file_id,
+                store_id=store.id,
+                batch_id=batch_id,
+                created_at=now(),
+                status="in_progress",
+                error_code=None,
+                error_message=None,
+                attributes=to_json(file.attributes),
+                max_tokens=file.max_tokens,
+                overlap=file.overlap,
+                usage_bytes=0,
+                is_parsed=0,
+            )
+        self._database.change("UPDATE stores SET last_active_at = ? WHERE id = ?", now(), store.id)
+        return gone
 
     def create_batch(self, store: VectorStore, files: Sequence[NewStoreFile]) -> FileBatch:
         batch_id = new_id("vsfb_")
@@ -249,7 +250,8 @@ class VectorStores:
             self._database.add(
                 "file_batches", id=batch_id, store_id=store.id, created_at=now(), is_cancelled=0
             )
-            self.add_files(store, files, batch_id)
+            gone = self._enter(store, files, batch_id)
+        self._forget(store.id, gone)
         return self.batch(store, batch_id)
 
     def batch(self, store: VectorStore, batch_id: str) -> FileBatch:
@@ -294,16 +296,22 @@ class VectorStores:
         return [_store_file(row) for row in page.rows], page.has_more
 
     def set_attributes(self, store: VectorStore, file_id: str, attributes: dict[str, Any]) -> StoreFile:
-        file = self.file(store, file_id)
-        self._database.change(
-            "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?",
-            *(to_json(attributes), store.id, file_id),
-        )
-        if file.status == "completed":
-            with self._lock:
-                index = self._index(store)
-                if index is not None:
+        with self._lock:  # a file that is being completed has its attributes read already
+            is_found = self.file(store, file_id).status == "completed"
+            index = self._index(store) if is_found else None
+            with self._database.transaction() as connection:
+                connection.execute(
+                    "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?",
+                    (to_json(attributes), store.id, file_id),
+                )
+                connection.execute("UPDATE stores SET index_is_stale = ? WHERE id = ?", (is_found, store.id))
+            if index is not None:
+                try:
                     index.set_attributes(self._chunk_ids(store.id, [file_id]), attributes)
+                except BaseException:
+                    self._open.pop(store.id).close()  # built again when it is next used
+                    raise
+                self._database.change("UPDATE stores SET index_is_stale = 0 WHERE id = ?", store.id)
         return self.file(store, file_id)
 
     def remove_file(self, store: VectorStore, file_id: str) -> None:
@@ -328,9 +336,8 @@ class VectorStores:
             store.id,
             file_id,
         ):
-            pieces.append(
-                " " if pieces and row["start"] > end else ""
-            )  # white space between chunks is not kept
+            if pieces and row["start"] > end:
+                pieces.append(" ")  # white space between chunks is not kept
             pieces.append(row["text"][max(0, end - row["start"]) :])
             end = max(end, row["end"])
         return "".join(pieces)
@@ -374,16 +381,17 @@ class VectorStores:
                 (file.store_id, file.id),
             )
 
-    def unembedded(self, limit: int) -> list[WaitingChunk]:
-        """Chunks without vectors, in the order of their files."""
+    def unembedded(self, limit: int, without: Collection[int] = ()) -> list[WaitingChunk]:
+        """The first chunks without vectors, in the order of their files; of one store."""
         beside = "chunks AS {0} ON {0}.id = own.id {1} 1 AND {0}.store_id = own.store_id AND {0}.file_id = own.file_id"
         rows = self._database.rows(
             "SELECT own.id, own.store_id, own.file_id, own.text, later.start - own.start, earlier.end - own.start "
             f"FROM chunks AS own LEFT JOIN {beside.format('later', '+')} LEFT JOIN {beside.format('earlier', '-')} "
             "WHERE own.vectors IS NULL ORDER BY own.id LIMIT ?",
-            limit,
+            limit + len(without),
         )
-        return [WaitingChunk(*row) for row in rows]
+        waiting = [WaitingChunk(*row) for row in rows if row["id"] not in without]
+        return [chunk for chunk in waiting if chunk.store_id == waiting[0].store_id][:limit]
 
     def set_vectors(self, vectors: Mapping[int, bytes]) -> None:
         with self._database.transaction() as connection:
@@ -391,36 +399,34 @@ class VectorStores:
                 "UPDATE chunks SET vectors = ? WHERE id = ?", [(data, at) for at, data in vectors.items()]
             )
 
-    def complete_files(self) -> int:
-        """Makes files findable whose chunks all have vectors; returns how many."""
-        rows = self._database.rows(
-            "SELECT * FROM store_files WHERE status = 'in_progress' AND is_parsed = 1 AND NOT EXISTS (SELECT 1 FROM "
-            "chunks WHERE store_id = store_files.store_id AND file_id = store_files.id AND vectors IS NULL)"
-        )
-        by_store: dict[str, list[StoreFile]] = {}
-        for row in rows:
-            by_store.setdefault(row["store_id"], []).append(_store_file(row))
-        for store_id, files in by_store.items():
-            store = self.by_id(store_id)
-            if store is not None:
-                self._complete(store, files)
-        return len(rows)
+    def complete_files(self) -> None:
+        """Makes files findable whose chunks all have vectors."""
+        with self._lock:  # calls from several threads do not complete a file twice
+            by_store: dict[str, list[str]] = {}
+            for row in self._database.rows(
+                "SELECT id, store_id FROM store_files WHERE status = 'in_progress' AND is_parsed = 1 AND NOT EXISTS "
+                "(SELECT 1 FROM chunks WHERE store_id = store_files.store_id AND file_id = store_files.id AND vectors "
+                "IS NULL)"
+            ):
+                by_store.setdefault(row["store_id"], []).append(row["id"])
+            for store_id, file_ids in by_store.items():
+                store = self.by_id(store_id)
+                if store is not None:
+                    self._complete(store, file_ids)
 
-    def _complete(self, store: VectorStore, files: Sequence[StoreFile]) -> None:
+    def _complete(self, store: VectorStore, file_ids: Sequence[str]) -> None:
         """Into the index first: a process that ends in between completes them again, with the same ids."""
-        with self._lock:
-            index = self._index(store)
-            names = [file.id for file in files]
-            if index is not None:
-                for points in self._points(store, names):
-                    index.upsert(points)
-            with self._database.transaction() as connection:
-                connection.executemany(
-                    "UPDATE store_files SET status = 'completed', usage_bytes = (SELECT COALESCE(SUM(LENGTH(CAST(text "
-                    "AS BLOB)) + LENGTH(vectors)), 0) FROM chunks WHERE store_id = store_files.store_id AND file_id = "
-                    "store_files.id) WHERE store_id = ? AND id = ? AND status = 'in_progress'",
-                    [(store.id, name) for name in names],
-                )
+        index = self._index(store)
+        if index is not None:
+            for points in self._points(store, file_ids):
+                index.upsert(points)
+        with self._database.transaction() as connection:
+            connection.executemany(
+                "UPDATE store_files SET status = 'completed', usage_bytes = (SELECT COALESCE(SUM(LENGTH(CAST(text "
+                "AS BLOB)) + LENGTH(vectors)), 0) FROM chunks WHERE store_id = store_files.store_id AND file_id = "
+                "store_files.id) WHERE store_id = ? AND id = ? AND status = 'in_progress'",
+                [(store.id, file_id) for file_id in file_ids],
+            )
 
     # ------------------------------------------------------------------ search
 
@@ -477,15 +483,15 @@ class VectorStores:
         return index
 
     def _opened(self, store: VectorStore, width: int) -> VectorIndex:
-        row = self._database.row(
-            "SELECT COUNT(*) AS chunks FROM chunks JOIN store_files ON store_files.store_id = chunks.store_id AND "
-            "store_files.id = file_id WHERE chunks.store_id = ? AND status = 'completed'",
-            store.id,
+        ((num_chunks, is_stale),) = self._database.rows(
+            "SELECT COUNT(*), (SELECT index_is_stale FROM stores WHERE id = ?) FROM chunks JOIN store_files ON "
+            "store_files.store_id = chunks.store_id AND store_files.id = file_id WHERE chunks.store_id = ? AND "
+            "status = 'completed'",
+            *(store.id, store.id),
         )
-        num_chunks = row["chunks"] if row is not None else 0
         try:
             index = self._indexes.open(store.id, width)
-            if len(index) == num_chunks:
+            if len(index) == num_chunks and not is_stale:
                 return index
             index.close()
         except StoreUnreachable:
@@ -505,6 +511,7 @@ class VectorStores:
             index.upsert(points)
             done += len(points)
             log.info("index     of %s: %d of %d chunks", store.id, done, num_chunks)
+        self._database.change("UPDATE stores SET index_is_stale = 0 WHERE id = ?", store.id)
         return index
 
     def _points(self, store: VectorStore, file_ids: Sequence[str]) -> Iterable[list[Point]]:

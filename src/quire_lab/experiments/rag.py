@@ -3,6 +3,7 @@
 import json
 import re
 import string
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from quire.rag.ranking import IndexQuery
 from quire.rag.retriever import Retriever
 from quire.rag.words import STOP_WORDS, stem
 from quire_lab.report.experiment import Bar, Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import Picture, bar_style, line_style
+from quire_lab.report.figure import GREY, Picture, bar_style, line_style
 
 METHODS = {  # weights of vectors and of words
     "BM25": (0.0, 1.0),
@@ -34,6 +35,11 @@ CHUNKS = ((800, 400), (254, 64), (100, 50))  # OpenAI's, the retriever's, small 
 KS = (1, 5, 20)
 ANSWER_TOKENS = 40
 RECALL_1, RECALL_5, TOLERANCE = 0.93, 0.99, 0.005
+LECTURE_QUESTION, LECTURE_ANSWER = "How many parameters does Grok-0 have?", "33 billion"
+LECTURE_FILES = {
+    "grok.txt": "Grok-0 is a prototype language model that xAI trained with 33 billion parameters.",
+    "bread.txt": "Bread is baked at about 230 degrees.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,21 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
+    chunk: int  # tokens
+    method: str
     k: int  # passages in the prompt; 0: none
     exact_match: float
     f1: float
     contains: float  # the answer is somewhere in the text
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """The lecture's question, which no small model knows the answer of, without and with a file that has it."""
+
+    alone: str
+    sourced: str
+    source: str  # the file that is named first
 
 
 def run(setup: Setup) -> Finding:
@@ -67,26 +84,43 @@ def run(setup: Setup) -> Finding:
     encoder = {"device": setup.engine["device"]} if "device" in setup.engine else {}
     chunk_sizes = CHUNKS[: setup.pick(1, 3, 3)]
     with (
-        setup.progress(len(chunk_sizes) * len(METHODS) + 3, "part") as bar,
+        setup.progress(len(chunk_sizes) * (len(METHODS) + 1) + 5, "part") as bar,
         Embedder(use_tqdm=False, **encoder) as embedder,
     ):
         bar.note("embedding the questions")
         vectors = embedder.embed([question.text for question in questions], use_tqdm=False, truncate=True)
         searched: list[Searched] = []
         references: dict[str, float] = {}
+        pairs = list(zip(questions, vectors, strict=True))[::stride]
+        kept: dict[tuple[int, str], list[list[CitedPassage]]] = {}  # passages for answers
         for chunk, overlap in chunk_sizes:
             bar.note(f"chunks of {chunk} tokens")
             with Retriever(embedder=embedder, max_tokens=chunk, overlap=overlap, use_tqdm=False) as retriever:
                 for name, text in paragraphs.items():
                     retriever.add_text(text, name)
                 searched += _searched(retriever, chunk, questions, vectors, bar)
-                if not references:
-                    references = reference_recalls(embedder, paragraphs, questions, vectors)
-                    pairs = list(zip(questions, vectors, strict=True))[::stride]
-                    kept = [_passages(retriever, question, vector, 3) for question, vector in pairs]
+                for method in METHODS if not references else ("hybrid",):
+                    kept[chunk, method] = [_passages(retriever, *pair, 3, method) for pair in pairs]
+                references = references or reference_recalls(embedder, paragraphs, questions, vectors)
         with _model(setup) as llm:
-            answered = [_answered(llm, asked, kept, k, bar) for k in (0, 1, 3)]
-    return _finding(setup, searched, answered, references, len(paragraphs), len(questions), len(asked))
+            usual = (chunk_sizes[0][0], "hybrid")
+            answered = [_answered(llm, asked, kept[usual], usual, k, bar) for k in (0, 1, 3)]
+            answered += [
+                _answered(llm, asked, best, key, 1, bar) for key, best in kept.items() if key != usual
+            ]
+            shown = demonstration(llm, embedder)
+    return _finding(setup, searched, answered, shown, references, len(paragraphs), len(questions), len(asked))
+
+
+def demonstration(llm: LLM, embedder: Embedder) -> Demonstration:
+    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    chat: Any = [{"role": "user", "content": LECTURE_QUESTION}]
+    alone = llm.chat([chat], greedy, use_tqdm=False)[0].outputs[0].text.strip()
+    with Retriever(embedder=embedder, llm=llm, use_tqdm=False) as retriever:
+        for name, text in LECTURE_FILES.items():
+            retriever.add_text(text, name)
+        answer = retriever.ask(LECTURE_QUESTION, sampling=greedy)
+    return Demonstration(alone, answer.text, answer.sources[0].file if answer.sources else "")
 
 
 def _xquad(setup: Setup) -> tuple[dict[str, str], list[Question]]:
@@ -174,9 +208,15 @@ def _model(setup: Setup) -> Iterator[LLM]:
 
 
 def _answered(
-    llm: LLM, asked: Sequence[Question], passages: Sequence[list[CitedPassage]], k: int, bar: Bar
+    llm: LLM,
+    asked: Sequence[Question],
+    passages: Sequence[list[CitedPassage]],
+    searched: tuple[int, str],
+    k: int,
+    bar: Bar,
 ) -> Answered:
-    bar.note(f"answers with {k} passages")
+    """`searched` with chunks of a size, and by a method."""
+    bar.note(f"answers with {k} passages, chunks of {searched[0]} tokens, {searched[1]}")
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     room = min(llm.report.limits.max_model_len, llm.report.pool.num_tokens) - ANSWER_TOKENS
     chats: list[Any] = []
@@ -192,7 +232,7 @@ def _answered(
         ]
     ).mean(axis=0)
     bar()
-    return Answered(k, *map(float, scores))
+    return Answered(*searched, k, *map(float, scores))
 
 
 # ---------------------------------------------------------------------- SQuAD's scores
@@ -222,6 +262,7 @@ def _finding(
     setup: Setup,
     searched: list[Searched],
     answered: list[Answered],
+    shown: Demonstration,
     references: dict[str, float],
     num_paragraphs: int,
     num_questions: int,
@@ -229,7 +270,8 @@ def _finding(
 ) -> Finding:
     usual = {row.method: row for row in searched if row.chunk == CHUNKS[0][0]}
     hybrid = usual["hybrid"].recall
-    alone, *with_passages = answered
+    by_k = [row for row in answered if (row.chunk, row.method) == (answered[0].chunk, answered[0].method)]
+    alone, *with_passages = by_k
     best = max(with_passages, key=lambda row: row.contains)
     take_away = (
         f"Of {num_questions:,} questions, hybrid search finds the paragraph first for {hybrid[1]:.1%} and among five "
@@ -251,6 +293,11 @@ def _finding(
     claim = "the answer is in the text more often with passages than without"
     measured = f"{best.contains:.2f} against {alone.contains:.2f}"
     checks.append(Check(claim, measured, best.contains > alone.contains))
+    claim = f"“{LECTURE_QUESTION}”: {LECTURE_ANSWER}, from grok.txt, and not without it"
+    is_right = (
+        LECTURE_ANSWER in shown.sourced and shown.source == "grok.txt" and LECTURE_ANSWER not in shown.alone
+    )
+    checks.append(Check(claim, f"“{shown.sourced}” against “{shown.alone}”", is_right))
     return Finding(
         take_away,
         [_search_table(searched), _answer_table(answered)],
@@ -259,13 +306,21 @@ def _finding(
                 "rag",
                 "Answers with retrieval",
                 f"{num_questions:,} questions about {num_paragraphs} paragraphs of XQuAD.",
-                lambda figure: _draw(figure, searched, answered),
+                lambda figure: _draw(figure, searched, by_k),
                 height=3.6,
-            )
+            ),
+            Picture(
+                "rag-question",
+                "A question that the model cannot answer alone",
+                "The same model, without and with a file that is found and put into its prompt.",
+                lambda figure: _draw_demonstration(figure, shown),
+                height=2.6,
+            ),
         ],
         {
             "found": [asdict(row) for row in searched],
             "answered": [asdict(row) for row in answered],
+            "demonstration": asdict(shown),
             "references_recall_at_5": references,
         },
         {"seed": setup.seed, "questions": num_questions, "asked": num_asked, "answer_tokens": ANSWER_TOKENS},
@@ -286,9 +341,34 @@ def _search_table(searched: list[Searched]) -> Table:
 
 def _answer_table(answered: list[Answered]) -> Table:
     rows = [
-        [str(row.k), f"{row.exact_match:.3f}", f"{row.f1:.3f}", f"{row.contains:.3f}"] for row in answered
+        [
+            row.method if row.k else "",
+            str(row.chunk) if row.k else "",
+            str(row.k),
+            *(f"{share:.3f}" for share in (row.exact_match, row.f1, row.contains)),
+        ]
+        for row in answered
     ]
-    return Table("Answers", ["passages", "exact match", "F1", "holds the answer"], rows, left=0)
+    head = ["method", "chunk, tokens", "passages", "exact match", "F1", "holds the answer"]
+    return Table("Answers", head, rows)
+
+
+def _draw_demonstration(figure: Any, shown: Demonstration) -> None:
+    axis = figure.subplots()
+    axis.axis("off")
+    axis.text(0.5, 0.97, LECTURE_QUESTION, ha="center", va="top", fontsize=12, weight="bold")
+    for left, title, answer, note in (
+        (0.0, "the model alone", shown.alone, ""),
+        (
+            0.52,
+            "with its files",
+            shown.sourced,
+            f"found: {shown.source}: {LECTURE_FILES.get(shown.source, '')}",
+        ),
+    ):
+        axis.text(left, 0.74, title, va="top", fontsize=10, color=GREY)
+        axis.text(left, 0.6, textwrap.fill(answer, 44), va="top", fontsize=10)
+        axis.text(left, 0.12, textwrap.fill(note, 56), va="top", fontsize=8, color=GREY)
 
 
 def _draw(figure: Any, searched: list[Searched], answered: list[Answered]) -> None:

@@ -4,13 +4,15 @@ Every vector is a node of layer 0; each further layer holds about 1/M of the one
 top, and in layer 0 keeps the `ef` best nodes that it has seen. Distances that are computed are counted.
 """
 
-import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
 
 METRICS = ("cosine", "euclidean")
+BUILD_AT_ONCE = 16  # nodes whose links are followed together while the graph is built
+PROGRESS_NODES = 1000  # inserted between two calls of `progress`
 
 
 @dataclass(slots=True)
@@ -31,8 +33,9 @@ class Hnsw:
         m: int = 16,
         ef_construct: int = 100,
         seed: int = 0,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Of all rows of `vectors`, [count, width] float32, inserted in order."""
+        """Of all rows of `vectors`, [count, width] float32, inserted in order. `progress` is told how many are."""
         self.metric, self._m, self._ef_construct = metric, m, ef_construct
         self.vectors = _prepared(vectors, metric)
         self._squares = (self.vectors**2).sum(axis=1)
@@ -44,14 +47,16 @@ class Hnsw:
         self._searches = 0
         for node in range(len(vectors)):
             self._insert(node)
+            if (node + 1) % PROGRESS_NODES == 0:
+                progress(node + 1)
 
     def search(self, query: numpy.ndarray, k: int, ef: int) -> tuple[list[int], Visits]:
         """The `k` nearest nodes that are found, the nearest first, and what it took."""
         visits = Visits()
         vector = _prepared(query[None], self.metric)[0]
-        nearest = self._descend(vector, len(self.links) - 1, 0, visits)
-        reached = self._search_layer(vector, [nearest], max(ef, k), 0, visits)
-        return [node for _, node in reached[:k]], visits
+        start = self._descend(vector, len(self.links) - 1, 0, visits)
+        reached, _ = self._search_layer(vector, numpy.array([start]), max(ef, k), 0, visits)
+        return reached[:k].tolist(), visits
 
     def exact(self, query: numpy.ndarray, k: int) -> list[int]:
         distances = self._distances(
@@ -69,15 +74,15 @@ class Hnsw:
             for below in range(layer + 1):
                 self.links[below][node] = []
             return
-        nearest = self._descend(vector, top, layer, visits)
-        starts = [nearest]
+        near = numpy.array([self._descend(vector, top, layer, visits)])
         for below in range(min(layer, top), -1, -1):
-            candidates = self._search_layer(vector, starts, self._ef_construct, below, visits)
+            near, distances = self._search_layer(
+                vector, near, self._ef_construct, below, visits, BUILD_AT_ONCE
+            )
             room = 2 * self._m if below == 0 else self._m
-            self.links[below][node] = self._chosen(candidates, self._m)
+            self.links[below][node] = self._chosen(near, distances, self._m)
             for neighbour in self.links[below][node]:
                 self._link(neighbour, node, below, room)
-            starts = candidates
         for above in range(top + 1, layer + 1):
             self.links[above][node] = []
         if layer > top:
@@ -88,34 +93,28 @@ class Hnsw:
         links = self.links[layer][node]
         links.append(other)
         if len(links) > room * 3 // 2:
-            distances = self._distances(self.vectors[node], numpy.array(links), Visits())
-            self.links[layer][node] = self._chosen(sorted(zip(distances.tolist(), links, strict=True)), room)
+            nodes = numpy.array(links)
+            distances = self._distances(self.vectors[node], nodes, Visits())
+            order = numpy.argsort(distances, kind="stable")
+            self.links[layer][node] = self._chosen(nodes[order], distances[order], room)
 
-    def _chosen(self, candidates: list[tuple[float, int]], room: int) -> list[int]:
+    def _chosen(self, nodes: numpy.ndarray, distances: numpy.ndarray, room: int) -> list[int]:
         """The nearest first, without nodes that are nearer to a chosen one: links in all directions."""
-        nodes = numpy.array([node for _, node in candidates])
-        between = self._pairs(nodes)
+        vectors, squares = self.vectors[nodes], self._squares[nodes]
         chosen: list[int] = []
         left: list[int] = []
         nearest = numpy.full(len(nodes), numpy.inf, numpy.float32)  # of each candidate to a chosen one
-        for at, (distance, _) in enumerate(candidates):
+        for at, distance in enumerate(distances.tolist()):
             if len(chosen) == room:
                 break
             if nearest[at] < distance:
                 left.append(at)
             else:
                 chosen.append(at)
-                numpy.minimum(nearest, between[at], out=nearest)
+                numpy.minimum(nearest, self._between(vectors[at], vectors, squares), out=nearest)
         return [int(nodes[at]) for at in chosen + left[: room - len(chosen)]]
 
-    def _pairs(self, nodes: numpy.ndarray) -> numpy.ndarray:
-        """Distances between all of them."""
-        products = self.vectors[nodes] @ self.vectors[nodes].T
-        if self.metric == "cosine":
-            return 1 - products
-        return self._squares[nodes][:, None] + self._squares[nodes][None] - 2 * products
-
-    def _descend(self, vector: numpy.ndarray, top: int, layer: int, visits: Visits) -> tuple[float, int]:
+    def _descend(self, vector: numpy.ndarray, top: int, layer: int, visits: Visits) -> int:
         """Greedily from the entry down to above `layer`: the nearest node there."""
         node = self._entry
         distance = float(self._distances(vector, numpy.array([node]), visits)[0])
@@ -130,45 +129,55 @@ class Hnsw:
                 if distances[best] >= distance:
                     break
                 distance, node = float(distances[best]), links[best]
-        return distance, node
+        return node
 
     def _search_layer(
-        self, vector: numpy.ndarray, starts: list[tuple[float, int]], ef: int, layer: int, visits: Visits
-    ) -> list[tuple[float, int]]:
-        """The `ef` nearest that are reached from `starts`, the nearest first."""
+        self,
+        vector: numpy.ndarray,
+        starts: numpy.ndarray,
+        ef: int,
+        layer: int,
+        visits: Visits,
+        at_once: int = 1,
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The `ef` nearest nodes that are reached from `starts`, the nearest first, and their distances.
+
+        Follows the links of the nearest nodes that it has not left yet, `at_once` of them together: more than one takes
+        a few distances more, and less time.
+        """
         self._searches += 1
-        self._seen[[node for _, node in starts]] = self._searches
-        waiting = list(starts)
-        heapq.heapify(waiting)
-        best = [(-distance, node) for distance, node in starts]  # the farthest on top
-        heapq.heapify(best)
-        while waiting:
-            distance, node = heapq.heappop(waiting)
-            if len(best) >= ef and distance > -best[0][0]:
-                break
-            visits.path.append((layer, node))
-            links = numpy.array(self.links[layer][node], numpy.int64)
-            fresh = links[self._seen[links] != self._searches] if links.size else links
-            if not fresh.size:
-                continue
+        self._seen[starts] = self._searches
+        links = self.links[layer]
+        nodes, distances = starts, self._distances(vector, starts, visits)
+        is_left = numpy.zeros(len(nodes), bool)
+        while (leaving := numpy.flatnonzero(~is_left)[:at_once]).size:
+            is_left[leaving] = True
+            left = nodes[leaving].tolist()
+            visits.path += [(layer, node) for node in left]
+            reached = numpy.unique(
+                numpy.array([other for node in left for other in links[node]], numpy.int64)
+            )
+            fresh = reached[self._seen[reached] != self._searches]
             self._seen[fresh] = self._searches
-            for near, other in zip(
-                self._distances(vector, fresh, visits).tolist(), fresh.tolist(), strict=True
-            ):
-                if len(best) < ef or near < -best[0][0]:
-                    heapq.heappush(waiting, (near, other))
-                    heapq.heappush(best, (-near, other))
-                    if len(best) > ef:
-                        heapq.heappop(best)
-        return sorted((-distance, node) for distance, node in best)
+            nodes = numpy.concatenate((nodes, fresh))
+            distances = numpy.concatenate((distances, self._distances(vector, fresh, visits)))
+            is_left = numpy.concatenate((is_left, numpy.zeros(len(fresh), bool)))
+            order = numpy.argsort(distances, kind="stable")[:ef]
+            nodes, distances, is_left = nodes[order], distances[order], is_left[order]
+        return nodes, distances
 
     def _distances(self, vector: numpy.ndarray, nodes: numpy.ndarray, visits: Visits) -> numpy.ndarray:
-        """1 − cosine, or the squared Euclidean distance."""
         visits.distances += len(nodes)
-        products = self.vectors[nodes] @ vector
+        return self._between(vector, self.vectors[nodes], self._squares[nodes])
+
+    def _between(
+        self, vector: numpy.ndarray, vectors: numpy.ndarray, squares: numpy.ndarray
+    ) -> numpy.ndarray:
+        """1 − cosine, or the squared Euclidean distance. Row by row: threads would cost more than they save."""
+        products = numpy.vecdot(vectors, vector)
         if self.metric == "cosine":
             return 1 - products
-        return self._squares[nodes] - 2 * products + float(vector @ vector)
+        return squares - 2 * products + float(vector @ vector)
 
 
 def _prepared(vectors: numpy.ndarray, metric: str) -> numpy.ndarray:

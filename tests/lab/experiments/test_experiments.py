@@ -14,6 +14,7 @@ from quire_lab.experiments.batching import POLICIES, measure_timelines
 from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find
 from quire_lab.experiments.waste import spend, table_stages
+from quire_lab.report.data import DataFolder
 from quire_lab.report.files import write_finding
 from tests.train.conftest import make_model
 
@@ -261,3 +262,23 @@ def test_search_compares_a_graph_with_every_vector(setup, tmp_path):
 def test_rag_needs_its_questions_and_says_so(setup):
     with pytest.raises(ConfigError, match=r"`rag` needs XQuAD's questions: give --data-dir"):
         find("rag").run(setup)
+
+
+def test_rag_answers_from_files_what_the_model_does_not_know(setup, tmp_path):
+    """With the built-in model: the lecture's question, and XQuAD's form with two paragraphs."""
+    paragraphs = {"Who baked it?": "Ann baked the bread.", "Where is it?": "The house is in Rome."}
+    content = [
+        {"context": text, "qas": [{"question": question, "answers": [{"text": text.split()[-1][:-1]}]}]}
+        for question, text in paragraphs.items()
+    ]
+    (tmp_path / "xquad").mkdir()
+    (tmp_path / "xquad" / "xquad.en.json").write_text(
+        json.dumps({"data": [{"paragraphs": [one]} for one in content]})
+    )
+    asked = replace(setup, engine={"device": "cpu"}, data=DataFolder(tmp_path))
+    finding = found("rag", asked, tmp_path)
+    assert held(finding, "33 billion, from grok.txt, and not without it")
+    assert {(row["method"], row["k"]) for row in finding.results["answered"]} == {
+        ("hybrid", 0), ("hybrid", 1), ("hybrid", 3), ("BM25", 1), ("dense", 1)
+    }  # fmt: skip
+    assert (tmp_path / "rag-question.png").exists()
