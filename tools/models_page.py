@@ -32,7 +32,10 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
   tokens, not the prompt's, as in transformers.
 - **Chat**: these models have no chat template. Without `--chat-template` the prompt is the messages' texts, one after
   the other.
-- **Refused**, each in one line: `echo`, `prompt_logprobs`, adapters, speculation, `--pin-prefix`, `--kv-offload-gb`,
+- **Speculation**: `{"method": "ngram"}` looks for the last tokens in the answer and in the encoder's input, so answers
+  that copy from the prompt (summaries, rewrites) are drafted from it. Chains and trees; trees of T5 on a GPU need
+  `--deterministic`. A draft model is refused.
+- **Refused**, each in one line: `echo`, `prompt_logprobs`, adapters, `--pin-prefix`, `--kv-offload-gb`,
   `--cpu-offload-gb`, `--weights-memory-gb`.
 - **GGUF** files of T5 and mT5 do not name the activation of the feed-forward: a gate has GELU, a plain matrix ReLU, as
   in llama.cpp. Files of an encoder alone (`t5encoder`) and of UMT5 are refused.

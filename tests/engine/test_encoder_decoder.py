@@ -18,6 +18,7 @@ from quire.kernels.registry import alternatives, load
 from quire.layers.factory import LayerFactory
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.cross_cuda import CrossCudaOps
+from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 from tests.engine.test_device_runner import EagerGraphs
 from tests.models.seq2seq import SMALL, VARIANTS, flan, generate, prompts, save
 
@@ -233,6 +234,64 @@ def test_aborted_requests_leave_nothing_behind(engine: Engine) -> None:
     assert engine.memory.num_free == engine.memory.num_blocks
 
 
+# ---------------------------------------------------------------------- speculation
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+TREES = {**NGRAM, "tree_width": 3}
+
+
+def _draft_mostly_right(engine: Engine, texts: list[list[int]], known: list[list[list[int]]]) -> None:
+    """Drafts from these answers from now on, in blocks of 4, in place of prompt lookup."""
+    answers = {}
+    limits = engine.limits
+    for text, outputs in zip(texts, known, strict=True):
+        expanded = limits.encoder.expand(Request("", text, GREEDY), 4, limits.max_model_len)
+        answers |= {(tuple(expanded.prompt_token_ids), i): tokens for i, tokens in enumerate(outputs)}
+    engine.speculation.propose_with(SyntheticProposer(answers, limits.vocab_size, 0.7, 0.5))
+
+
+@pytest.mark.parametrize("drafts", [NGRAM, TREES])
+@pytest.mark.parametrize(("variant", "settings"), [
+    ("flan-untied", {"num_blocks": 34, "max_num_seqs": 8}),
+    ("bart", {"steps_in_flight": 0}),
+    ("t5", {"num_blocks": 34, "max_num_seqs": 8, "preemption_mode": "swap"}),
+])  # fmt: skip
+def test_drafts_never_change_the_tokens(
+    variant: str, settings: dict[str, Any], drafts: dict[str, Any], checkpoints: Any, roomy_tokens: Any
+) -> None:
+    texts, sampling, expected = roomy_tokens(variant)
+    llm = _llm(checkpoints(variant)[0], block_size=4, speculative_config=drafts, **settings)
+    assert _tokens(llm, texts, sampling) == expected
+    stats = llm.engine.draft_stats
+    num_tokens, num_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+    assert num_tokens > 0
+    _draft_mostly_right(llm.engine, texts, expected)
+    assert _tokens(llm, texts, sampling) == expected
+    assert 10 < stats.num_accepted_tokens - num_accepted < stats.num_draft_tokens - num_tokens
+    assert "num_blocks" not in settings or llm.engine.scheduler.stats.num_preemptions > 0
+    llm.close()
+
+
+def test_drafts_are_looked_up_in_the_prompt_too(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model = checkpoints("bart")
+    llm = _llm(folder, speculative_config=NGRAM)
+    prompt = list(range(40, 97)) + list(range(3, 10))
+    (expected,) = generate(model, prompt, 3)
+    drafted: list[tuple[int, ...]] = []
+    launch = llm.engine._runner.launch
+
+    def noted(step: Any) -> None:
+        drafted.extend(tuple(draft.token_ids) for draft in step.drafts)
+        launch(step)
+
+    monkeypatch.setattr(llm.engine._runner, "launch", noted)
+    assert _tokens(llm, [prompt], GREEDY.changed(max_tokens=3)) == [[expected]]
+    after = prompt.index(expected[0]) + 1
+    assert drafted[0] == tuple(prompt[after : after + len(drafted[0])])
+    llm.close()
+
+
 # ---------------------------------------------------------------------- formats and limits
 
 
@@ -270,7 +329,7 @@ def test_what_an_encoder_decoder_model_cannot_do_is_refused(checkpoints: Any) ->
     assert result.outputs[0].finish_reason == "length"
     llm.close()
     for setting in (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "draft_model", "model": str(folder)}},
         {"enable_lora": True},
         {"kv_offload_gb": 1.0},
         {"weights_memory_gb": 1.0},
@@ -341,26 +400,31 @@ def _triton_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.runner.cross_cuda.attention_planner", planner)
 
 
-@pytest.mark.parametrize(("variant", "ops", "by_triton"), [
-    ("flan-untied", CrossCudaOps, False), ("bart", PaddedCrossOps, False), ("t5", PaddedCrossOps, True),
+@pytest.mark.parametrize(("variant", "ops", "by_triton", "drafts"), [
+    ("flan-untied", CrossCudaOps, False, None), ("bart", PaddedCrossOps, False, None),
+    ("t5", CrossCudaOps, False, TREES), ("bart", PaddedCrossOps, False, TREES),
+    ("flan-untied", PaddedCrossOps, False, NGRAM), ("t5", PaddedCrossOps, True, NGRAM),
 ])  # fmt: skip
 def test_the_operations_of_a_gpu_give_the_same_tokens(
-    variant: str, ops: Any, by_triton: bool, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    variant: str, ops: Any, by_triton: bool, drafts: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = checkpoints(variant)
     settings = {"block_size": 4, "num_blocks": 18, "max_num_seqs": 6}
     texts = prompts(5, 21) if by_triton else prompts(5, 16, 11, 20, 9)
     sampling = [_mixed()[i % 4] for i in range(len(texts))]
     if by_triton:  # an interpreter is slow
-        sampling = [GREEDY.changed(max_tokens=3), GREEDY.changed(max_tokens=2)]
+        sampling = [GREEDY.changed(max_tokens=4), GREEDY.changed(max_tokens=3)]
     expected = _tokens(_llm(folder, **settings), texts, sampling)
     monkeypatch.setattr("quire.engine.build.runner.CrossCpuOps", ops)
     if by_triton:
         if "triton" not in alternatives("attention"):
             pytest.skip("Triton does not run on this machine")
         _triton_attention(monkeypatch)
-    llm = _llm(folder, **settings)
+    llm = _llm(folder, **settings, speculative_config=drafts)
     assert isinstance(llm.engine._runner._ops, CrossCudaOps)
+    if drafts is not None:
+        _draft_mostly_right(llm.engine, texts, expected)
     assert _tokens(llm, texts, sampling) == expected
     assert by_triton or llm.engine.scheduler.stats.num_preemptions > 0
+    assert (llm.engine.draft_stats.num_accepted_tokens > 0) == (drafts is not None)
     llm.close()
