@@ -186,17 +186,21 @@ def test_samples_and_beams_share_the_pages_of_the_encoder(engine: Engine, beams:
     engine.check_integrity()
 
 
-def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[int] = []
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the prompts that went through an encoder."""
+    lengths: list[int] = []
     encode = EncoderDecoder.encode
 
     def counted(self: Any, batch: Any, *others: Any) -> None:
-        encoded.extend(batch.lengths.tolist())
+        lengths.extend(batch.lengths.tolist())
         encode(self, batch, *others)
 
     monkeypatch.setattr(EncoderDecoder, "encode", counted)
+    return lengths
+
+
+def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(engine: Engine, encoded: list[int]) -> None:
     (prompt,) = prompts(18)
     engine.add(Request("first", prompt, GREEDY))
     first = _run(engine)["first", 0]
@@ -330,7 +334,6 @@ def test_what_an_encoder_decoder_model_cannot_do_is_refused(checkpoints: Any) ->
     llm.close()
     for setting in (
         {"speculative_config": {"method": "draft_model", "model": str(folder)}},
-        {"enable_lora": True},
         {"kv_offload_gb": 1.0},
         {"weights_memory_gb": 1.0},
     ):
@@ -379,6 +382,49 @@ class PaddedCrossOps(CrossCudaOps):
         super().__init__(model, pool, limits, device, adapters)
         self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits, adapters)
         self._graphs._prompt_shapes = []
+
+
+def _with_adapters(llm: LLM, model: Any) -> None:
+    """Adds adapters "0" and "1" of every projection."""
+    for seed in range(2):
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                shapes = {"A": (2, module.in_features), "B": (module.out_features, 2)}
+                for which, shape in shapes.items():
+                    tensors[f"base_model.model.{name}.lora_{which}.weight"] = (
+                        torch.randn(shape, generator=generator) * 0.3
+                    )
+        llm.add_adapter(str(seed), tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2})
+
+
+@pytest.mark.parametrize(("variant", "ops", "quantization", "drafts"), [
+    ("flan-untied", None, "int8", TREES), ("flan-untied", PaddedCrossOps, "none", None),
+    ("bart", CrossCudaOps, "none", NGRAM),
+])  # fmt: skip
+def test_adapters_give_the_same_tokens_preempted_on_any_device(
+    variant: str, ops: Any, quantization: str, drafts: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = checkpoints(variant)
+    inputs = [{"prompt_token_ids": text} for text in 3 * prompts(5, 16, 11, 20)]
+    names = [name for name in (None, "0", "1") for _ in range(4)]  # of the same four prompts
+
+    def tokens(**settings: Any) -> tuple[LLM, list[list[list[int]]]]:
+        llm = _llm(folder, enable_lora=True, block_size=4, quantization=quantization, **settings)
+        _with_adapters(llm, model)
+        results = llm.generate(inputs, 3 * _mixed(), adapter=names, use_tqdm=False)
+        llm.engine.check_integrity()
+        llm.close()
+        return llm, [[list(output.token_ids) for output in result.outputs] for result in results]
+
+    _, expected = tokens()
+    assert len({str(answers) for answers in expected}) == len(expected)
+    if ops is not None:
+        monkeypatch.setattr("quire.engine.build.runner.CrossCpuOps", ops)
+    llm, found = tokens(num_blocks=40, max_num_seqs=8, speculative_config=drafts)
+    assert found == expected
+    assert llm.engine.scheduler.stats.num_preemptions > 0
+    assert (llm.engine.draft_stats.num_drafts > 0) == (drafts is not None)
 
 
 def _triton_attention(monkeypatch: pytest.MonkeyPatch) -> None:

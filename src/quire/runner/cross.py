@@ -77,13 +77,19 @@ def encoder_slots(starts: Sequence[RowStart], block_size: int) -> np.ndarray:
     return np.concatenate(slots)
 
 
-def encode(model: EncoderDecoder, pool: Pool, device: torch.device, step: Step, rows: np.ndarray) -> None:
+def encode(
+    model: EncoderDecoder, pool: Pool, adapters: AdapterSlots | None, step: Step, rows: np.ndarray
+) -> None:
     """A row whose prompt is encoded starts in the same step, which has its tokens and blocks."""
-    wanted = set(rows.tolist())
+    wanted, device = set(rows.tolist()), pool.data.device
     starts = [start for start in step.starts if start.row in wanted]
     prompts = [start.token_ids[: start.num_encoder_tokens] for start in starts]
     slots = torch.from_numpy(encoder_slots(starts, pool.layout.block_size))
-    model.encode(assemble_encoder_batch(prompts, device), slots.to(device), pool)
+    batch = assemble_encoder_batch(prompts, device)
+    if adapters is not None and adapters.runs_in(rows):
+        token_rows = np.repeat([start.row for start in starts], [len(prompt) for prompt in prompts])
+        batch = replace(batch, lora=adapters.of_tokens(token_rows))
+    model.encode(batch, slots.to(device), pool)
 
 
 class CrossRows(Rows):
@@ -147,6 +153,9 @@ class CrossAssembler(Assembler):
         if trees is not None:
             starts = np.where(trees.starts == NO_TREE, NO_TREE, trees.starts - token_offsets)
             masks = TreeMasks(self._tree_starts.put(starts), self._ancestors.put(trees.ancestors))
+        lora = None
+        if self._adapters is not None and self._adapters.runs_in(inputs.rows):
+            lora = self._adapters.of_tokens(token_rows)
         return CrossBatch(
             token_ids=self._token_ids.put(rows.tokens[token_rows, places]),
             positions=self._positions.put((places if trees is None else trees.positions) - token_offsets),
@@ -156,6 +165,7 @@ class CrossAssembler(Assembler):
             block_tables=gathered.first(len(inputs.rows)),
             logits_indices=self._logits_indices.put(tokens.wanted),
             trees=masks,
+            lora=lora,
             cross_starts=self._cross_starts[: len(token_rows) + 1],
             cross_lens=self._cross_lens.put(rows.encoder_lens[token_rows]),
             cross_tables=self._cross_tables.first(len(token_rows)),
@@ -174,7 +184,7 @@ class CrossCpuOps(CpuOps):
         inputs = step_inputs(step, self._rows.settings)
         split = split_step(inputs, self._rows.encoder_ends)
         if len(split.encoded):
-            encode(self._model, self._pool, self._device, step, split.encoded)
+            encode(self._model, self._pool, self._adapters, step, split.encoded)
         if split.decoder is None:
             return ForwardPass(inputs, np.zeros(0, np.int64), None)
         return self._forward(split.decoder)

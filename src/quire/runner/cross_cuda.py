@@ -76,6 +76,8 @@ class CrossInputs(DeviceInputs):
             logits_indices=batch.logits_indices,
             max_query_len=batch.max_query_len,
             plans=plans,
+            lora=batch.lora,
+            wanted_lora=batch.wanted_lora,
             cross_starts=cross_starts,
             cross_lens=cross_lens,
             cross_tables=cross_tables,
@@ -103,7 +105,7 @@ class CrossCudaOps(CudaOps):
         adapters: AdapterSlots | None = None,
     ) -> None:
         super().__init__(model, pool, limits, device, adapters)  # type: ignore[arg-type]
-        most = max(limits.max_num_seqs, *self._drafts.sizes)  # every token is a row of cross-attention
+        most = max([limits.max_num_seqs, *self._drafts.sizes])  # every token is a row of cross-attention
         self._inputs.cross_planner = attention_planner(
             model.config, replace(limits, max_num_seqs=most), pool.layout, device
         )
@@ -117,6 +119,7 @@ class CrossCudaOps(CudaOps):
                 self._drafts,
                 limits.max_num_seqs,
                 0,
+                adapters,
             )
 
     def change_rows(self, step: Step) -> None:
@@ -128,7 +131,7 @@ class CrossCudaOps(CudaOps):
         inputs = step_inputs(step, self._settings)
         split = split_step(inputs, self._encoder_ends)
         if len(split.encoded):
-            encode(self._model, self._pool, self._device, step, split.encoded)
+            encode(self._model, self._pool, self._adapters, step, split.encoded)
         if split.decoder is None:
             return ForwardPass(inputs, np.zeros(0, np.int64), None)
         return self._forward(split.decoder)

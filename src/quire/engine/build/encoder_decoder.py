@@ -20,7 +20,6 @@ def encoder_decoder_config(
             "speculative_config: method draft_model is not available for encoder-decoder models: choose ngram"
         )
     refused = {
-        "enable_lora, lora_modules or lora_dir": config.adapters.enabled,
         "pin_prefix": memory.pin_prefix,
         "kv_offload_gb": memory.kv_offload_gb,
         "cpu_offload_gb": memory.cpu_offload_gb,
