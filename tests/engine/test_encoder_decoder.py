@@ -18,6 +18,7 @@ from quire.kernels.registry import alternatives, load
 from quire.layers.factory import LayerFactory
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.cross_cuda import CrossCudaOps
+from quire.scheduler.preemption import Preemption
 from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 from tests.engine.test_device_runner import EagerGraphs
 from tests.models.seq2seq import SMALL, VARIANTS, flan, generate, prompts, save
@@ -225,6 +226,23 @@ def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(engine: Engine
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("gigabytes", [0.001, 0.00015])  # for all blocks, or for some of them
+def test_evicted_prompts_come_back_whole_from_host_memory(
+    gigabytes: float, checkpoints: Any, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = checkpoints("flan-untied")
+    monkeypatch.setattr(Preemption, "fetching_pays", lambda self, memory: True)
+    llm = _llm(folder, block_size=4, num_blocks=20, max_num_seqs=2, kv_offload_gb=gigabytes)
+    texts = prompts(22, 37, 21, 30, 25, 22)
+    expected = [generate(model, text, 14)[0] for text in texts]
+    for _ in range(3):
+        assert [_tokens(llm, [text], GREEDY)[0][0] for text in texts] == expected
+    stats, lengths = llm.engine.memory.offload_cache.stats, [len(text) for text in texts]
+    assert stats.saved > 50
+    assert (encoded == lengths) == (stats.host_hits > 50) == (gigabytes == 0.001)
+    llm.close()
+
+
 def test_aborted_requests_leave_nothing_behind(engine: Engine) -> None:
     chosen = random.Random(3)
     texts = prompts(*(chosen.randrange(1, 30) for _ in range(24)))
@@ -334,7 +352,7 @@ def test_what_an_encoder_decoder_model_cannot_do_is_refused(checkpoints: Any) ->
     llm.close()
     for setting in (
         {"speculative_config": {"method": "draft_model", "model": str(folder)}},
-        {"kv_offload_gb": 1.0},
+        {"kv_offload_gb": 1.0, "kv_offload_dir": str(folder), "role": "prefill"},
         {"weights_memory_gb": 1.0},
     ):
         with pytest.raises(ConfigError, match="not available for encoder-decoder models"):

@@ -21,7 +21,7 @@ def encoder_decoder_config(
         )
     refused = {
         "pin_prefix": memory.pin_prefix,
-        "kv_offload_gb": memory.kv_offload_gb,
+        f"role={memory.role!r}": memory.role != "both",
         "cpu_offload_gb": memory.cpu_offload_gb,
         "weights_memory_gb": memory.weights_memory_gb is not None,
     }
