@@ -22,7 +22,8 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
 - **Pages.** K and V of cross-attention are computed once, when the request is admitted, and lie in the first blocks of
   its table; the decoder's own follow in blocks of their own. All samples and beams of a request share the first kind,
   and so do requests with an equal prompt (prefix caching). A prompt that differs in one token shares nothing: what an
-  encoder makes of a token depends on all others.
+  encoder makes of a token depends on all others. With `--kv-offload-gb` evicted prompts come back from host memory or
+  disk, whole or not at all.
 - **Limits.** `--max-model-len` bounds the prompt, rounded up to whole blocks, and the answer together. T5's own bound
   is four times `n_positions`, since distances have no end; BART has `max_position_embeddings` for each of the two. An
   encoder takes its input in one step, so `--max-num-batched-tokens` is at least as long by default, and
@@ -32,8 +33,14 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
   tokens, not the prompt's, as in transformers.
 - **Chat**: these models have no chat template. Without `--chat-template` the prompt is the messages' texts, one after
   the other.
-- **Refused**, each in one line: `echo`, `prompt_logprobs`, adapters, speculation, `--pin-prefix`, `--kv-offload-gb`,
-  `--cpu-offload-gb`, `--weights-memory-gb`.
+- **Speculation**: `{"method": "ngram"}` looks for the last tokens in the answer and in the encoder's input, so answers
+  that copy from the prompt (summaries, rewrites) are drafted from it. Chains and trees; trees of T5 on a GPU need
+  `--deterministic`. A draft model is refused.
+- **Adapters** add to every matrix of both halves. The encoder and K and V of cross-attention are computed once with the
+  request's adapter, and requests of another adapter do not share them. Rows of several adapters and of none run in one
+  batch, drafts included.
+- **Refused**, each in one line: `echo`, `prompt_logprobs`, `--pin-prefix`, `--role`, `--cpu-offload-gb`,
+  `--weights-memory-gb`; adapters on simulated devices.
 - **GGUF** files of T5 and mT5 do not name the activation of the feed-forward: a gate has GELU, a plain matrix ReLU, as
   in llama.cpp. Files of an encoder alone (`t5encoder`) and of UMT5 are refused.
 - **Kernels**: scores by distance (T5) are computed by the attention kernels over pages on CPU and GPU. On a GPU the
@@ -48,8 +55,8 @@ fast as one by one; the floor by the data sheet is 0.24 s
 NOTES = """
 ## What to know
 
-- **Adapters**: every decoder without an encoder takes LoRA at each of its matrices but experts, embeddings and output
-  head included.
+- **Adapters**: every model that generates takes LoRA at each of its matrices but experts, embeddings and output head
+  included.
 - **Number formats**: every architecture takes each format that its device has, see [Quantization](quantization.md);
   [mixtures](mixtures.md) on a GPU take 16 bits only.
 - **Windows**: attention of layers with a sliding window reads the window alone, and their KV blocks are freed behind

@@ -1,11 +1,13 @@
 """Tokens and probabilities are those of the base with the adapter merged by PEFT, on every architecture."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.models import seq2seq
 from tests.models.checkpoints import VARIANTS, save
 
 peft = pytest.importorskip("peft", reason="PEFT is what adapters are compared with")
@@ -81,6 +83,54 @@ def test_tokens_and_probabilities_are_those_of_the_merged_model(variant, tmp_pat
         for position, entry in enumerate(found, start=1):
             expected = float(logprobs[position - 1, token_ids[position]])
             assert _logprob(entry, token_ids[position]) == pytest.approx(expected, abs=2e-4)
+
+
+T5 = ["q", "k", "v", "o", "wi", "wo"]
+FLAN = [*T5[:4], "wi_0", "wi_1", "wo"]
+# Two adapters each; a text is a pattern for whole names.
+SEQ2SEQ = {
+    "t5": ({"target_modules": T5, "r": 5}, {"target_modules": r"encoder\..*\.(q|wo)", "r": 8}),
+    "t5-gelu": ({"target_modules": T5, "r": 8}, {"target_modules": r".*EncDecAttention\.(k|v)", "r": 4}),
+    "flan-untied": ({"target_modules": [*FLAN, "lm_head"], "r": 20}, {"target_modules": ["q", "v"], "r": 4}),
+    "flan-silu": ({"target_modules": FLAN, "r": 8}, {"target_modules": r"decoder\..*\.(q|o|wi_1)", "r": 3}),
+    "mt5-untied": ({"target_modules": FLAN, "r": 8}, {"target_modules": ["wi_0", "shared"], "r": 3}),
+    "bart": ({"target_modules": OPT, "r": 8}, {"target_modules": ["q_proj", "v_proj"], "r": 4}),
+    "bart-scaled-untied-relu": (
+        {"target_modules": [*OPT, "lm_head"], "r": 8},
+        {"target_modules": r".*encoder_attn\.(k|v)_proj", "r": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", SEQ2SEQ)
+def test_encoder_decoder_tokens_are_those_of_the_merged_models_in_one_batch(variant, tmp_path):
+    base = seq2seq.save(tmp_path / "base", seq2seq.VARIANTS[variant](), untied="untied" in variant)
+    texts = seq2seq.prompts(21, 5)
+    expected, adapters = {None: [seq2seq.generate(base, text, 8)[0] for text in texts]}, {}
+    for index, config in enumerate(SEQ2SEQ[variant]):
+        torch.manual_seed(index)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted = peft.get_peft_model(
+                deepcopy(base), peft.LoraConfig(lora_alpha=8, init_lora_weights=False, **config)
+            )
+            folder = adapters[str(index)] = str(tmp_path / str(index))
+            adapted.save_pretrained(folder)
+            merged = adapted.merge_and_unload().eval()
+        expected[str(index)] = [seq2seq.generate(merged, text, 8)[0] for text in texts]
+        assert expected[str(index)] != expected[None], "an adapter that changes nothing proves nothing"
+    assert expected["0"] != expected["1"]
+    names = [name for name in expected for _ in texts]
+    inputs = [{"prompt_token_ids": text} for _ in expected for text in texts]
+    settings = {"dtype": "float32", "quantization": "none", "num_blocks": 200, "use_tqdm": False}
+    with LLM(str(tmp_path / "base"), lora_modules=adapters, **settings) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        for _ in range(2):  # the second time, the encoder's pages of each adapter are found
+            outputs = llm.generate(inputs, sampling, adapter=names, use_tqdm=False)
+            found = [list(output.outputs[0].token_ids) for output in outputs]
+            assert found == [tokens for answers in expected.values() for tokens in answers]
+        assert llm.engine.memory.stats.prefix_hits >= 3 * 16
+        llm.engine.check_integrity()
 
 
 def _logprob(entry, token_id: int) -> float:

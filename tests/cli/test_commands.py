@@ -41,6 +41,9 @@ def test_models_lists_every_architecture_with_its_features(run):
         True,
         "generate",
     )
+    assert [item["lora"] for item in found["architectures"]] == [
+        known.task == "generate" for known in KNOWN.values()
+    ]
 
 
 def test_env_says_what_a_bug_report_needs(run):

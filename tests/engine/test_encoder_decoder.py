@@ -18,6 +18,8 @@ from quire.kernels.registry import alternatives, load
 from quire.layers.factory import LayerFactory
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.cross_cuda import CrossCudaOps
+from quire.scheduler.preemption import Preemption
+from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 from tests.engine.test_device_runner import EagerGraphs
 from tests.models.seq2seq import SMALL, VARIANTS, flan, generate, prompts, save
 
@@ -185,17 +187,21 @@ def test_samples_and_beams_share_the_pages_of_the_encoder(engine: Engine, beams:
     engine.check_integrity()
 
 
-def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[int] = []
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the prompts that went through an encoder."""
+    lengths: list[int] = []
     encode = EncoderDecoder.encode
 
     def counted(self: Any, batch: Any, *others: Any) -> None:
-        encoded.extend(batch.lengths.tolist())
+        lengths.extend(batch.lengths.tolist())
         encode(self, batch, *others)
 
     monkeypatch.setattr(EncoderDecoder, "encode", counted)
+    return lengths
+
+
+def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(engine: Engine, encoded: list[int]) -> None:
     (prompt,) = prompts(18)
     engine.add(Request("first", prompt, GREEDY))
     first = _run(engine)["first", 0]
@@ -220,6 +226,23 @@ def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("gigabytes", [0.001, 0.00015])  # for all blocks, or for some of them
+def test_evicted_prompts_come_back_whole_from_host_memory(
+    gigabytes: float, checkpoints: Any, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = checkpoints("flan-untied")
+    monkeypatch.setattr(Preemption, "fetching_pays", lambda self, memory: True)
+    llm = _llm(folder, block_size=4, num_blocks=20, max_num_seqs=2, kv_offload_gb=gigabytes)
+    texts = prompts(22, 37, 21, 30, 25, 22)
+    expected = [generate(model, text, 14)[0] for text in texts]
+    for _ in range(3):
+        assert [_tokens(llm, [text], GREEDY)[0][0] for text in texts] == expected
+    stats, lengths = llm.engine.memory.offload_cache.stats, [len(text) for text in texts]
+    assert stats.saved > 50
+    assert (encoded == lengths) == (stats.host_hits > 50) == (gigabytes == 0.001)
+    llm.close()
+
+
 def test_aborted_requests_leave_nothing_behind(engine: Engine) -> None:
     chosen = random.Random(3)
     texts = prompts(*(chosen.randrange(1, 30) for _ in range(24)))
@@ -231,6 +254,64 @@ def test_aborted_requests_leave_nothing_behind(engine: Engine) -> None:
         engine.check_integrity()
     _run(engine)
     assert engine.memory.num_free == engine.memory.num_blocks
+
+
+# ---------------------------------------------------------------------- speculation
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+TREES = {**NGRAM, "tree_width": 3}
+
+
+def _draft_mostly_right(engine: Engine, texts: list[list[int]], known: list[list[list[int]]]) -> None:
+    """Drafts from these answers from now on, in blocks of 4, in place of prompt lookup."""
+    answers = {}
+    limits = engine.limits
+    for text, outputs in zip(texts, known, strict=True):
+        expanded = limits.encoder.expand(Request("", text, GREEDY), 4, limits.max_model_len)
+        answers |= {(tuple(expanded.prompt_token_ids), i): tokens for i, tokens in enumerate(outputs)}
+    engine.speculation.propose_with(SyntheticProposer(answers, limits.vocab_size, 0.7, 0.5))
+
+
+@pytest.mark.parametrize("drafts", [NGRAM, TREES])
+@pytest.mark.parametrize(("variant", "settings"), [
+    ("flan-untied", {"num_blocks": 34, "max_num_seqs": 8}),
+    ("bart", {"steps_in_flight": 0}),
+    ("t5", {"num_blocks": 34, "max_num_seqs": 8, "preemption_mode": "swap"}),
+])  # fmt: skip
+def test_drafts_never_change_the_tokens(
+    variant: str, settings: dict[str, Any], drafts: dict[str, Any], checkpoints: Any, roomy_tokens: Any
+) -> None:
+    texts, sampling, expected = roomy_tokens(variant)
+    llm = _llm(checkpoints(variant)[0], block_size=4, speculative_config=drafts, **settings)
+    assert _tokens(llm, texts, sampling) == expected
+    stats = llm.engine.draft_stats
+    num_tokens, num_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+    assert num_tokens > 0
+    _draft_mostly_right(llm.engine, texts, expected)
+    assert _tokens(llm, texts, sampling) == expected
+    assert 10 < stats.num_accepted_tokens - num_accepted < stats.num_draft_tokens - num_tokens
+    assert "num_blocks" not in settings or llm.engine.scheduler.stats.num_preemptions > 0
+    llm.close()
+
+
+def test_drafts_are_looked_up_in_the_prompt_too(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model = checkpoints("bart")
+    llm = _llm(folder, speculative_config=NGRAM)
+    prompt = list(range(40, 97)) + list(range(3, 10))
+    (expected,) = generate(model, prompt, 3)
+    drafted: list[tuple[int, ...]] = []
+    launch = llm.engine._runner.launch
+
+    def noted(step: Any) -> None:
+        drafted.extend(tuple(draft.token_ids) for draft in step.drafts)
+        launch(step)
+
+    monkeypatch.setattr(llm.engine._runner, "launch", noted)
+    assert _tokens(llm, [prompt], GREEDY.changed(max_tokens=3)) == [[expected]]
+    after = prompt.index(expected[0]) + 1
+    assert drafted[0] == tuple(prompt[after : after + len(drafted[0])])
+    llm.close()
 
 
 # ---------------------------------------------------------------------- formats and limits
@@ -270,9 +351,8 @@ def test_what_an_encoder_decoder_model_cannot_do_is_refused(checkpoints: Any) ->
     assert result.outputs[0].finish_reason == "length"
     llm.close()
     for setting in (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"enable_lora": True},
-        {"kv_offload_gb": 1.0},
+        {"speculative_config": {"method": "draft_model", "model": str(folder)}},
+        {"kv_offload_gb": 1.0, "kv_offload_dir": str(folder), "role": "prefill"},
         {"weights_memory_gb": 1.0},
     ):
         with pytest.raises(ConfigError, match="not available for encoder-decoder models"):
@@ -322,6 +402,49 @@ class PaddedCrossOps(CrossCudaOps):
         self._graphs._prompt_shapes = []
 
 
+def _with_adapters(llm: LLM, model: Any) -> None:
+    """Adds adapters "0" and "1" of every projection."""
+    for seed in range(2):
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                shapes = {"A": (2, module.in_features), "B": (module.out_features, 2)}
+                for which, shape in shapes.items():
+                    tensors[f"base_model.model.{name}.lora_{which}.weight"] = (
+                        torch.randn(shape, generator=generator) * 0.3
+                    )
+        llm.add_adapter(str(seed), tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2})
+
+
+@pytest.mark.parametrize(("variant", "ops", "quantization", "drafts"), [
+    ("flan-untied", None, "int8", TREES), ("flan-untied", PaddedCrossOps, "none", None),
+    ("bart", CrossCudaOps, "none", NGRAM),
+])  # fmt: skip
+def test_adapters_give_the_same_tokens_preempted_on_any_device(
+    variant: str, ops: Any, quantization: str, drafts: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = checkpoints(variant)
+    inputs = [{"prompt_token_ids": text} for text in 3 * prompts(5, 16, 11, 20)]
+    names = [name for name in (None, "0", "1") for _ in range(4)]  # of the same four prompts
+
+    def tokens(**settings: Any) -> tuple[LLM, list[list[list[int]]]]:
+        llm = _llm(folder, enable_lora=True, block_size=4, quantization=quantization, **settings)
+        _with_adapters(llm, model)
+        results = llm.generate(inputs, 3 * _mixed(), adapter=names, use_tqdm=False)
+        llm.engine.check_integrity()
+        llm.close()
+        return llm, [[list(output.token_ids) for output in result.outputs] for result in results]
+
+    _, expected = tokens()
+    assert len({str(answers) for answers in expected}) == len(expected)
+    if ops is not None:
+        monkeypatch.setattr("quire.engine.build.runner.CrossCpuOps", ops)
+    llm, found = tokens(num_blocks=40, max_num_seqs=8, speculative_config=drafts)
+    assert found == expected
+    assert llm.engine.scheduler.stats.num_preemptions > 0
+    assert (llm.engine.draft_stats.num_drafts > 0) == (drafts is not None)
+
+
 def _triton_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by Triton's interpreter, with the plans that a GPU's steps have."""
     plain = LayerFactory.kernel
@@ -341,26 +464,31 @@ def _triton_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.runner.cross_cuda.attention_planner", planner)
 
 
-@pytest.mark.parametrize(("variant", "ops", "by_triton"), [
-    ("flan-untied", CrossCudaOps, False), ("bart", PaddedCrossOps, False), ("t5", PaddedCrossOps, True),
+@pytest.mark.parametrize(("variant", "ops", "by_triton", "drafts"), [
+    ("flan-untied", CrossCudaOps, False, None), ("bart", PaddedCrossOps, False, None),
+    ("t5", CrossCudaOps, False, TREES), ("bart", PaddedCrossOps, False, TREES),
+    ("flan-untied", PaddedCrossOps, False, NGRAM), ("t5", PaddedCrossOps, True, NGRAM),
 ])  # fmt: skip
 def test_the_operations_of_a_gpu_give_the_same_tokens(
-    variant: str, ops: Any, by_triton: bool, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    variant: str, ops: Any, by_triton: bool, drafts: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = checkpoints(variant)
     settings = {"block_size": 4, "num_blocks": 18, "max_num_seqs": 6}
     texts = prompts(5, 21) if by_triton else prompts(5, 16, 11, 20, 9)
     sampling = [_mixed()[i % 4] for i in range(len(texts))]
     if by_triton:  # an interpreter is slow
-        sampling = [GREEDY.changed(max_tokens=3), GREEDY.changed(max_tokens=2)]
+        sampling = [GREEDY.changed(max_tokens=4), GREEDY.changed(max_tokens=3)]
     expected = _tokens(_llm(folder, **settings), texts, sampling)
     monkeypatch.setattr("quire.engine.build.runner.CrossCpuOps", ops)
     if by_triton:
         if "triton" not in alternatives("attention"):
             pytest.skip("Triton does not run on this machine")
         _triton_attention(monkeypatch)
-    llm = _llm(folder, **settings)
+    llm = _llm(folder, **settings, speculative_config=drafts)
     assert isinstance(llm.engine._runner._ops, CrossCudaOps)
+    if drafts is not None:
+        _draft_mostly_right(llm.engine, texts, expected)
     assert _tokens(llm, texts, sampling) == expected
     assert by_triton or llm.engine.scheduler.stats.num_preemptions > 0
+    assert (llm.engine.draft_stats.num_accepted_tokens > 0) == (drafts is not None)
     llm.close()

@@ -223,9 +223,13 @@ def test_trees_are_refused_where_a_gpu_would_get_them_wrong(folder: Path) -> Non
         check_trees(trees, narrow, on_gpu, deterministic=False)
     check_trees(trees, narrow, on_gpu, deterministic=True)
     sloped = replace(built.model, architecture="BloomForCausalLM")
-    with pytest.raises(ConfigError, match="tree_width above 1 has no kernel for ALiBi"):
+    with pytest.raises(ConfigError, match=r"no kernel for scores by distance \(ALiBi\)"):
         check_trees(trees, sloped, on_gpu, deterministic=False)
     check_trees(trees, sloped, on_gpu, deterministic=True)
+    with pytest.raises(ConfigError, match=r"no kernel for scores by distance \(T5\)"):
+        check_trees(
+            trees, replace(sloped, architecture="MT5ForConditionalGeneration"), on_gpu, deterministic=False
+        )
 
 
 def test_a_full_batch_drafts_nothing(folder: Path) -> None:

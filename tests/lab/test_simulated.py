@@ -201,3 +201,5 @@ def test_prompts_of_an_encoder_decoder_model_are_charged_for_the_encoder():
     assert times[0] > 1.5 * (times[1] - times[0])
     layout = engine.memory.block_size
     assert engine.limits.encoder.max_tokens == (2048 - 2) // layout * layout
+    with pytest.raises(ConfigError, match="no costs for adapters of T5ForConditionalGeneration"):
+        build(EngineConfig.of(**settings, enable_lora=True))

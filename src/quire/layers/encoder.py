@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ModelError
+from quire.layers.lora import LoraBatch
 
 KINDS = ("mean", "cls", "last", "max")
 
@@ -25,6 +26,7 @@ class EncoderBatch:
     _: KW_ONLY
     max_length: int
     token_types: Tensor | None = None  # [T] int32, 1 in the second text of a pair; None: there are no pairs
+    lora: LoraBatch | None = None  # adapters of the tokens; None: none of them has any
 
 
 def assemble_encoder_batch(

@@ -1,6 +1,7 @@
 """CrossMemory: paged memory of an encoder-decoder model, whose first blocks are the encoder's."""
 
 import hashlib
+from collections.abc import Callable
 
 from quire.core.request import Request, Sequence, ints
 from quire.memory.paged import PagedMemory
@@ -9,12 +10,11 @@ from quire.memory.paged import PagedMemory
 class CrossMemory(PagedMemory):
     """K and V of cross-attention depend on the whole prompt, so a prompt is found whole or not at all."""
 
-    def match_prefix(self, sequence: Sequence) -> int:
-        num_found = super().match_prefix(sequence)
-        if 0 < num_found < sequence.request.num_encoder_tokens:  # the index has lost some of its blocks
-            self.release(sequence)
-            return 0
-        return num_found
+    def _num_hit(
+        self, sequence: Sequence, hashes: list[bytes], num_held: int, find: Callable[[bytes], object]
+    ) -> int:
+        num_hit = super()._num_hit(sequence, hashes, num_held, find)
+        return num_hit if num_hit * self.block_size >= sequence.request.num_encoder_tokens else num_held
 
     def _salt(self, request: Request) -> str:
         """A block's hash covers all of the encoder's tokens, not only those up to its end."""

@@ -155,13 +155,15 @@ class PagedMemory:
         are needed.
         """
         hashes = self._prefix_hashes(sequence)
-        sequence.num_indexed = self._num_hit(hashes, 0, self.index.find)
+        sequence.num_indexed = self._num_hit(sequence, hashes, 0, self.index.find)
         sequence.block_ids = self._blocks_by(self.index.find, hashes, 0, sequence.num_indexed)
         for block in sequence.block_ids:
             self.pool.share(block)
         return sequence.num_indexed * self.block_size
 
-    def _num_hit(self, hashes: list[bytes], num_held: int, find: Callable[[bytes], object]) -> int:
+    def _num_hit(
+        self, sequence: Sequence, hashes: list[bytes], num_held: int, find: Callable[[bytes], object]
+    ) -> int:
         """Blocks of the longest prefix that goes on from `num_held`, by what `find` knows of each content."""
         num_found = num_hit = num_held  # blocks of all groups in a row
         for i, content in enumerate(hashes[num_held:], num_held + 1):
@@ -201,7 +203,7 @@ class PagedMemory:
             return 0
         cache, hashes = self.offload_cache, self._prefix_hashes(sequence)
         before = len(sequence.block_ids) // self.num_groups
-        after = self._num_hit(hashes, before, lambda content: self.index.find(content) or cache.has(content))
+        after = self._num_hit(sequence, hashes, before, lambda c: self.index.find(c) or cache.has(c))
         table = self._blocks_by(self._fetch, hashes, before, after)
         num_unseen = max(0, self._counts.first_seen(after * self.block_size) - before) * self._num_window
         if table.count(0) > num_unseen:  # one was evicted by those before it: nothing is fetched

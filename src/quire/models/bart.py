@@ -14,6 +14,7 @@ from quire.layers.cross import CrossBatch
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
 from quire.layers.linear import Linear
+from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, Loader
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.weights.hyperparameters import (
@@ -96,8 +97,8 @@ class BartLayer(Composite):
         self.down = factory.linear(hidden, inner, bias=True)
         self.mlp_norm = factory.layer_norm(hidden, EPS)
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.mlp_norm(self.down(self.activation(self.up(hidden)), hidden))
+    def _feed_forward(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self.mlp_norm(self.down(self.activation(self.up(hidden, lora=lora)), hidden, lora))
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
         loaders = self._projections(f"{prefix}self_attn.", self.qkv, ("q", "k", "v"), self.output)
@@ -116,8 +117,8 @@ class BartLayer(Composite):
 
 class BartEncoderLayer(BartLayer):
     def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        attended = self.attention(self.qkv(hidden), batch)
-        return self._feed_forward(self.attention_norm(self.output(attended, hidden)))
+        attended = self.attention(self.qkv(hidden, lora=batch.lora), batch)
+        return self._feed_forward(self.attention_norm(self.output(attended, hidden, batch.lora)), batch.lora)
 
 
 class BartDecoderLayer(BartLayer):
@@ -135,10 +136,11 @@ class BartDecoderLayer(BartLayer):
         self.cross_norm = factory.layer_norm(hidden, EPS)
 
     def __call__(self, hidden: Tensor, batch: CrossBatch, pool: Pool) -> Tensor:
-        attended = self.attention(self.qkv(hidden), batch, pool)
-        hidden = self.attention_norm(self.output(attended, hidden))
-        attended = self.cross(self.cross_query(hidden), batch, pool)
-        return self._feed_forward(self.cross_norm(self.cross_output(attended, hidden)))
+        lora = batch.lora
+        attended = self.attention(self.qkv(hidden, lora=lora), batch, pool)
+        hidden = self.attention_norm(self.output(attended, hidden, lora))
+        attended = self.cross(self.cross_query(hidden, lora=lora), batch, pool)
+        return self._feed_forward(self.cross_norm(self.cross_output(attended, hidden, lora)), lora)
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
         name = f"{prefix}encoder_attn."
@@ -177,10 +179,12 @@ class Bart(EncoderDecoder):
         self.head = factory.output_head(config.vocab_size, hidden, tied_to)
 
     def _embed_prompt(self, batch: EncoderBatch) -> Tensor:
-        return self.encoder_norm(self.embedding(batch.token_ids) + self.encoder_positions(batch.positions))
+        tokens = self.embedding(batch.token_ids, batch.lora)
+        return self.encoder_norm(tokens + self.encoder_positions(batch.positions, batch.lora))
 
     def _embed(self, batch: CrossBatch) -> Tensor:
-        return self.decoder_norm(self.embedding(batch.token_ids) + self.decoder_positions(batch.positions))
+        tokens = self.embedding(batch.token_ids, batch.lora)
+        return self.decoder_norm(tokens + self.decoder_positions(batch.positions, batch.lora))
 
     def loaders(self) -> dict[str, Loader]:
         loaders = self.head.loaders(self.embedding, "model.shared.weight", "lm_head.weight")

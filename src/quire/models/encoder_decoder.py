@@ -92,7 +92,7 @@ class EncoderDecoder(LayerStack):
             hidden = block(hidden, batch)
         hidden = self._encoded(hidden)
         for block in self.decoder_blocks:
-            block.cross.store(block.cross_kv(hidden), batch.positions, slots, pool)
+            block.cross.store(block.cross_kv(hidden, lora=batch.lora), batch.positions, slots, pool)
 
     def __call__(self, batch: CrossBatch, pool: Pool) -> Tensor:
         """Hidden states of batch.logits_indices: [L, hidden]."""
@@ -118,4 +118,4 @@ class EncoderDecoder(LayerStack):
         ]
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        return self.head(hidden)
+        return self.head(hidden, lora)

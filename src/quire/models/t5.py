@@ -13,6 +13,7 @@ from quire.layers.cross import CrossBatch
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import GATES, KNOWN, LayerFactory
 from quire.layers.linear import Linear
+from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, Loader
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.weights.hyperparameters import (
@@ -126,17 +127,17 @@ class T5Layer(Composite):
             self._activation = None if activation == "relu" else factory.activation(activation)
         self.down = factory.linear(hidden, inner)
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
+    def _feed_forward(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
         if self.gate_up is not None:
             if self._gate is None:
-                inner = self.gate_up.normed_silu_mul(hidden, self.mlp_norm)
+                inner = self.gate_up.normed_silu_mul(hidden, self.mlp_norm, lora)
             else:
-                inner = self._gate(self.gate_up.normed(hidden, self.mlp_norm))
+                inner = self._gate(self.gate_up.normed(hidden, self.mlp_norm, lora))
         else:
             assert self.up is not None
-            x = self.mlp_norm(hidden)
-            inner = self.up.relu(x) if self._activation is None else self._activation(self.up(x))
-        return self.down(inner, hidden)
+            x, activation = self.mlp_norm(hidden), self._activation
+            inner = self.up.relu(x, lora) if activation is None else activation(self.up(x, lora=lora))
+        return self.down(inner, hidden, lora)
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
         """Of a layer named `prefix`, whose last sublayer is the feed-forward."""
@@ -159,8 +160,8 @@ class T5Layer(Composite):
 
 class T5EncoderLayer(T5Layer):
     def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        attended = self.attention(self.qkv.normed(hidden, self.attention_norm), batch)
-        return self._feed_forward(self.output(attended, hidden))
+        attended = self.attention(self.qkv.normed(hidden, self.attention_norm, batch.lora), batch)
+        return self._feed_forward(self.output(attended, hidden, batch.lora), batch.lora)
 
 
 class T5DecoderLayer(T5Layer):
@@ -176,10 +177,11 @@ class T5DecoderLayer(T5Layer):
         self.cross_output = factory.linear(config.hidden_size, self._width)
 
     def __call__(self, hidden: Tensor, batch: CrossBatch, pool: Pool) -> Tensor:
-        attended = self.attention(self.qkv.normed(hidden, self.attention_norm), batch, pool)
-        hidden = self.output(attended, hidden)
-        attended = self.cross(self.cross_query.normed(hidden, self.cross_norm), batch, pool)
-        return self._feed_forward(self.cross_output(attended, hidden))
+        lora = batch.lora
+        attended = self.attention(self.qkv.normed(hidden, self.attention_norm, lora), batch, pool)
+        hidden = self.output(attended, hidden, lora)
+        attended = self.cross(self.cross_query.normed(hidden, self.cross_norm, lora), batch, pool)
+        return self._feed_forward(self.cross_output(attended, hidden, lora), lora)
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
         name = f"{prefix}layer.1.EncDecAttention."
@@ -225,10 +227,10 @@ class T5(EncoderDecoder):
         return self._factory.recordable and self.embedding.recordable and is_native
 
     def _embed_prompt(self, batch: EncoderBatch) -> Tensor:
-        return self.embedding(batch.token_ids)
+        return self.embedding(batch.token_ids, batch.lora)
 
     def _embed(self, batch: CrossBatch) -> Tensor:
-        return self.embedding(batch.token_ids)
+        return self.embedding(batch.token_ids, batch.lora)
 
     def _encoded(self, hidden: Tensor) -> Tensor:
         return self.encoder_norm(hidden)

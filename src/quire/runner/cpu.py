@@ -19,7 +19,7 @@ from quire.layers.batch import Batch, GroupTables, TreeMasks
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
-from quire.runner.step_inputs import RowSettings, TokenInputs, step_inputs, token_inputs
+from quire.runner.step_inputs import RowSettings, StepInputs, TokenInputs, step_inputs, token_inputs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
 
 MAX_TAPES = 64  # shapes kept; recording costs little more than an ordinary pass
@@ -228,7 +228,9 @@ class CpuOps:
         self._rows.apply(step)
 
     def forward(self, step: Step) -> ForwardPass:
-        inputs = step_inputs(step, self._rows.settings)
+        return self._forward(step_inputs(step, self._rows.settings))
+
+    def _forward(self, inputs: StepInputs) -> ForwardPass:
         tokens = token_inputs(inputs)
         all_sampled = tokens.are_all_sampled
         batch = self._assembler.assemble(tokens, all_sampled)

@@ -9,25 +9,23 @@ import torch
 from quire.core.request import ints
 from quire.core.step import RowStart, Step
 from quire.layers.attention import Pool
+from quire.layers.batch import TreeMasks
 from quire.layers.cross import CrossBatch
 from quire.layers.encoder import assemble_encoder_batch
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.adapters import AdapterSlots
 from quire.runner.cpu import Assembler, Buffer, CpuOps, Rows
 from quire.runner.device_ops import ForwardPass
-from quire.runner.step_inputs import StepInputs, TokenInputs, step_inputs, token_inputs
+from quire.runner.drafts import NO_TREE
+from quire.runner.step_inputs import StepInputs, TokenInputs, step_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """A step's two passes: `encoded` rows give the encoder their whole prompts; then the decoder's tokens.
-
-    Positions of `decoder` are the decoder's own; `offsets` lead to those in the row.
-    """
+    """A step's two passes: `encoded` rows give the encoder their whole prompts; then the decoder's tokens."""
 
     encoded: np.ndarray  # [E] int32, rows
     decoder: StepInputs | None  # None: no row has decoder tokens in this step
-    offsets: np.ndarray  # [R] int32, of the decoder's rows: positions that are the encoder's
 
 
 def split_step(inputs: StepInputs, encoder_ends: np.ndarray) -> SplitStep:
@@ -43,11 +41,11 @@ def split_step(inputs: StepInputs, encoder_ends: np.ndarray) -> SplitStep:
         decoder = replace(
             inputs,
             rows=inputs.rows[kept],
-            computed=(computed - ends)[kept],
+            computed=computed[kept],
             counts=counts[kept],
             sources=places[inputs.sources],
         )
-    return SplitStep(encoded, decoder, ends[kept])
+    return SplitStep(encoded, decoder)
 
 
 def decoder_starts(starts: tuple[RowStart, ...], block_size: int) -> tuple[RowStart, ...]:
@@ -79,13 +77,19 @@ def encoder_slots(starts: Sequence[RowStart], block_size: int) -> np.ndarray:
     return np.concatenate(slots)
 
 
-def encode(model: EncoderDecoder, pool: Pool, device: torch.device, step: Step, rows: np.ndarray) -> None:
+def encode(
+    model: EncoderDecoder, pool: Pool, adapters: AdapterSlots | None, step: Step, rows: np.ndarray
+) -> None:
     """A row whose prompt is encoded starts in the same step, which has its tokens and blocks."""
-    wanted = set(rows.tolist())
+    wanted, device = set(rows.tolist()), pool.data.device
     starts = [start for start in step.starts if start.row in wanted]
     prompts = [start.token_ids[: start.num_encoder_tokens] for start in starts]
     slots = torch.from_numpy(encoder_slots(starts, pool.layout.block_size))
-    model.encode(assemble_encoder_batch(prompts, device), slots.to(device), pool)
+    batch = assemble_encoder_batch(prompts, device)
+    if adapters is not None and adapters.runs_in(rows):
+        token_rows = np.repeat([start.row for start in starts], [len(prompt) for prompt in prompts])
+        batch = replace(batch, lora=adapters.of_tokens(token_rows))
+    model.encode(batch, slots.to(device), pool)
 
 
 class CrossRows(Rows):
@@ -125,31 +129,43 @@ class CrossAssembler(Assembler):
         self._cross_lens = Buffer((max_tokens,), torch.int32, device)
         self._cross_tables = Buffer((max_tokens, rows.max_blocks), torch.int32, device)
 
-    def assemble_cross(self, tokens: TokenInputs, offsets: np.ndarray) -> CrossBatch:
-        rows, inputs = self._rows, tokens.inputs
+    def assemble(self, tokens: TokenInputs, all_sampled: bool) -> CrossBatch:
+        """The decoder's positions are counted from its first token, those of rows from the encoder's."""
+        rows, inputs, trees = self._rows, tokens.inputs, tokens.trees
         (row_tables,), (gathered,), (slots,) = (
             rows.tables,
             self._tables,
             self._slots,
         )  # all layers share a block
-        token_rows, positions = tokens.token_rows(), tokens.places()
-        places = positions + np.repeat(offsets, inputs.counts)
+        token_rows, places = tokens.token_rows(), tokens.places()
+        offsets = rows.encoder_ends[inputs.rows]
+        token_offsets = rows.encoder_ends[token_rows]
+        contexts = tokens.contexts - offsets
         self._query_starts.array[1 : len(inputs.rows) + 1] = tokens.ends  # before them stays 0
         size = self._block_size
         first_blocks = offsets // size
-        width = -(-int(tokens.contexts.max()) // size)
+        width = -(-int(contexts.max()) // size)
         columns = np.minimum(first_blocks[:, None] + np.arange(width), rows.max_blocks - 1)
         gathered.array[: len(inputs.rows), :width] = row_tables[inputs.rows[:, None], columns]
         cross_width = int(first_blocks.max())
         self._cross_tables.array[: len(token_rows), :cross_width] = row_tables[token_rows, :cross_width]
+        masks = None
+        if trees is not None:
+            starts = np.where(trees.starts == NO_TREE, NO_TREE, trees.starts - token_offsets)
+            masks = TreeMasks(self._tree_starts.put(starts), self._ancestors.put(trees.ancestors))
+        lora = None
+        if self._adapters is not None and self._adapters.runs_in(inputs.rows):
+            lora = self._adapters.of_tokens(token_rows)
         return CrossBatch(
             token_ids=self._token_ids.put(rows.tokens[token_rows, places]),
-            positions=self._positions.put(positions),
+            positions=self._positions.put((places if trees is None else trees.positions) - token_offsets),
             slots=slots.put(self._slots_of(0, token_rows, places)),
             query_starts=self._query_starts.first(len(inputs.rows) + 1),
-            context_lens=self._context_lens.put(tokens.contexts),
+            context_lens=self._context_lens.put(contexts),
             block_tables=gathered.first(len(inputs.rows)),
             logits_indices=self._logits_indices.put(tokens.wanted),
+            trees=masks,
+            lora=lora,
             cross_starts=self._cross_starts[: len(token_rows) + 1],
             cross_lens=self._cross_lens.put(rows.encoder_lens[token_rows]),
             cross_tables=self._cross_tables.first(len(token_rows)),
@@ -157,26 +173,18 @@ class CrossAssembler(Assembler):
 
 
 class CrossCpuOps(CpuOps):
-    """Decodes are replayed from tapes; the encoder runs operation by operation."""
+    """Decodes and drafts are replayed from tapes; the encoder runs operation by operation."""
 
     rows_type = CrossRows
     assembler_type = CrossAssembler
     _rows: CrossRows
-    _assembler: CrossAssembler
     _model: EncoderDecoder  # type: ignore[assignment]
 
     def forward(self, step: Step) -> ForwardPass:
         inputs = step_inputs(step, self._rows.settings)
         split = split_step(inputs, self._rows.encoder_ends)
         if len(split.encoded):
-            encode(self._model, self._pool, self._device, step, split.encoded)
+            encode(self._model, self._pool, self._adapters, step, split.encoded)
         if split.decoder is None:
             return ForwardPass(inputs, np.zeros(0, np.int64), None)
-        tokens = token_inputs(split.decoder)
-        batch = self._assembler.assemble_cross(tokens, split.offsets)
-        positions = tokens.sample_positions + split.offsets[split.decoder.sources]
-        if tokens.are_all_sampled and self._tapes is not None:
-            return ForwardPass(inputs, positions, self._tapes.logits(batch))
-        hidden = self._model(batch, self._pool)
-        logits = self._model.logits(hidden) if len(inputs.sample_rows) else None
-        return ForwardPass(inputs, positions, logits)
+        return self._forward(split.decoder)

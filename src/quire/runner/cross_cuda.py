@@ -19,6 +19,7 @@ from quire.runner.cross import decoder_starts, encode, encoder_end, split_step
 from quire.runner.cuda import CudaOps, attention_planner
 from quire.runner.device_inputs import DeviceInputs
 from quire.runner.device_ops import ForwardPass, RunnerLimits
+from quire.runner.drafts import NO_TREE
 from quire.runner.graphs import Graphs
 from quire.runner.staging import Sections, send
 from quire.runner.step_inputs import step_inputs
@@ -31,6 +32,7 @@ class CrossInputs(DeviceInputs):
         super().__init__(max_rows, *others)
         self._encoder_lens = torch.zeros(max_rows, 1, dtype=torch.int32, device=self.device)
         self.cross_planner: Any = None  # attention's for the encoder's pages, if its kernel has one
+        self.max_planned = 0  # tokens of a step that it takes
 
     def apply(self, step: Step) -> None:
         super().apply(replace(step, starts=decoder_starts(step.starts, self._block_size)))
@@ -54,13 +56,13 @@ class CrossInputs(DeviceInputs):
         contexts = (batch.context_lens - first_blocks * size).clamp(min=0)
         cross_starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device)
         cross_lens, cross_tables, offsets = lens, batch.block_tables, first_blocks * size
-        if num_tokens != rows.shape[0]:  # a row has several tokens
+        if batch.max_query_len != 1:  # a row may have several tokens
             owners = torch.searchsorted(query_starts[1:], cross_starts[:-1], right=True)
             cross_lens, cross_tables, offsets = lens[owners], cross_tables[owners], offsets[owners]
         plans = cross_plans = None
         if batch.plans is not None:
             plans = replace(batch.plans, context_lens=contexts, paged_lens=contexts, block_tables=tables)
-        if self.cross_planner is not None and num_tokens <= self._context_lens.shape[0]:
+        if self.cross_planner is not None and num_tokens <= self.max_planned:
             cross_plans = AttentionPlans(
                 self.cross_planner, cross_starts, cross_lens, cross_lens, num_tokens, cross_tables
             )
@@ -74,11 +76,19 @@ class CrossInputs(DeviceInputs):
             logits_indices=batch.logits_indices,
             max_query_len=batch.max_query_len,
             plans=plans,
+            lora=batch.lora,
+            wanted_lora=batch.wanted_lora,
             cross_starts=cross_starts,
             cross_lens=cross_lens,
             cross_tables=cross_tables,
             cross_plans=cross_plans,
         )
+
+    def with_trees(self, batch: Batch, positions: Tensor, starts: Tensor, ancestors: Tensor) -> Batch:
+        assert isinstance(batch, CrossBatch)
+        offsets = (batch.cross_lens + (self._block_size - 1)) // self._block_size * self._block_size
+        starts = torch.where(starts == NO_TREE, starts, starts - offsets)
+        return super().with_trees(batch, (positions - offsets).clamp(min=0), starts, ancestors)
 
 
 class CrossCudaOps(CudaOps):
@@ -95,7 +105,11 @@ class CrossCudaOps(CudaOps):
         adapters: AdapterSlots | None = None,
     ) -> None:
         super().__init__(model, pool, limits, device, adapters)  # type: ignore[arg-type]
-        self._inputs.cross_planner = attention_planner(model.config, limits, pool.layout, device)
+        most = max([limits.max_num_seqs, *self._drafts.sizes])  # every token is a row of cross-attention
+        self._inputs.cross_planner = attention_planner(
+            model.config, replace(limits, max_num_seqs=most), pool.layout, device
+        )
+        self._inputs.max_planned = most + 1
         self._encoder_ends = np.zeros(limits.max_num_seqs, np.int32)
         if self._graphs is not None:  # prompts are the encoder's: no graphs of them
             self._graphs = Graphs(
@@ -105,6 +119,7 @@ class CrossCudaOps(CudaOps):
                 self._drafts,
                 limits.max_num_seqs,
                 0,
+                adapters,
             )
 
     def change_rows(self, step: Step) -> None:
@@ -116,10 +131,10 @@ class CrossCudaOps(CudaOps):
         inputs = step_inputs(step, self._settings)
         split = split_step(inputs, self._encoder_ends)
         if len(split.encoded):
-            encode(self._model, self._pool, self._device, step, split.encoded)
+            encode(self._model, self._pool, self._adapters, step, split.encoded)
         if split.decoder is None:
             return ForwardPass(inputs, np.zeros(0, np.int64), None)
-        return self._forward(replace(split.decoder, computed=split.decoder.computed + split.offsets))
+        return self._forward(split.decoder)
 
     def _stops(self) -> tuple[int, ...]:
         return ()

@@ -203,8 +203,7 @@ class DeviceInputs:
             wanted_lora=wanted_lora,
         )
         if trees is not None:
-            masks = TreeMasks(sent[8], on_device(trees.ancestors, self.device))
-            batch = replace(batch, positions=sent[7], trees=masks)
+            batch = self.with_trees(batch, sent[7], sent[8], on_device(trees.ancestors, self.device))
         return MixedBatch(batch, sent[5], sent[6])
 
     def _padded(self, computed: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -267,6 +266,10 @@ class DeviceInputs:
                 batch.token_ids, batch.positions, group.slots, batch.context_lens, group.block_tables,
             )  # fmt: skip
         return batch
+
+    def with_trees(self, batch: Batch, positions: Tensor, starts: Tensor, ancestors: Tensor) -> Batch:
+        """The batch with what its tokens [T] see of their rows' trees, and positions by depth; may be captured."""
+        return replace(batch, positions=positions, trees=TreeMasks(starts, ancestors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,10 +355,9 @@ class VerifyInputs:
         )
         if not has_trees:
             return batch
-        masks = TreeMasks(
-            self._section(layout.tree_starts), self._section(layout.ancestors).view(torch.int64)
-        )
-        return replace(batch, positions=self._section(layout.positions), trees=masks)
+        sections = (self._section(span) for span in (layout.positions, layout.tree_starts, layout.ancestors))
+        positions, starts, ancestors = sections
+        return self._inputs.with_trees(batch, positions, starts, ancestors.view(torch.int64))
 
     def samples(self, size: int, count: int) -> tuple[Tensor, Tensor]:
         """Rows and positions [S] of the tokens to be sampled."""

@@ -38,17 +38,19 @@ def _arrays(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
     return np.array(depths(of_nodes), np.int64), np.array(ancestors(of_nodes), np.int64)
 
 
-def spread_trees(step: Step) -> SpreadTrees | None:
-    """None where every draft is a chain."""
-    trees = {draft.row: draft for draft in step.drafts if draft.parents}
+def spread_trees(
+    drafts: tuple[Draft, ...], rows: np.ndarray, first_places: np.ndarray, counts: np.ndarray
+) -> SpreadTrees | None:
+    """rows, first_places, counts [R]: as of StepInputs. None where every draft is a chain."""
+    trees = {draft.row: draft for draft in drafts if draft.parents}
     if not trees:
         return None
-    num_tokens = step.total_tokens
+    num_tokens = int(counts.sum())
     positions = np.empty(num_tokens, np.int64)
     starts = np.full(num_tokens, NO_TREE, np.int32)
     seen = np.zeros(num_tokens, np.int64)
     first = 0
-    for row, computed, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
+    for row, computed, count in zip(rows.tolist(), first_places.tolist(), counts.tolist(), strict=True):
         places = np.arange(computed, computed + count)
         here = slice(first, first + count)
         positions[here] = places

@@ -127,7 +127,7 @@ def token_inputs(inputs: StepInputs) -> TokenInputs:
         offsets = np.asarray(step.sample_offsets, np.int64)
         wanted -= offsets
         positions -= offsets
-    trees = spread_trees(step) if step.drafts else None
+    trees = spread_trees(step.drafts, inputs.rows, inputs.computed, inputs.counts) if step.drafts else None
     if trees is not None:
         positions = trees.positions[wanted] + 1
     if inputs.scored:

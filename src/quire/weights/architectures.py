@@ -161,8 +161,8 @@ class Architecture:
 
     @property
     def lora(self) -> bool:
-        """Adapters add to every matrix of a decoder."""
-        return self.task == "generate" and not self.encoder_decoder
+        """Adapters add to every matrix of a model that generates, those of its encoder included."""
+        return self.task == "generate"
 
 
 # Encoders take whole texts: for a vector, masked tokens, or classes.

@@ -109,6 +109,11 @@ def size_adapters(
     options = config.adapters
     if not options.enabled:
         return None
+    if model.encoder is not None:
+        raise ConfigError(
+            f"a simulated device has no costs for adapters of {model.architecture}: leave out enable_lora, "
+            "lora_modules and lora_dir"
+        )
     if config.memory.reservation != "paged":
         raise ConfigError(f"adapters need pages, not reservation={config.memory.reservation!r}: choose paged")
     if block_bytes % ALIGNMENT:

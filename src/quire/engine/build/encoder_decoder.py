@@ -14,12 +14,14 @@ def encoder_decoder_config(
 ) -> EngineConfig:
     """A step that is not limited by the settings holds the longest prompt beside all decodes: an encoder takes its
     input in one step. Raises ConfigError for settings that these models cannot have."""
-    memory = config.memory
+    memory, speculative = config.memory, config.speculative_config
+    if speculative is not None and speculative.method == "draft_model":
+        raise ConfigError(
+            "speculative_config: method draft_model is not available for encoder-decoder models: choose ngram"
+        )
     refused = {
-        "speculative_config": config.speculative_config is not None,
-        "enable_lora, lora_modules or lora_dir": config.adapters.enabled,
         "pin_prefix": memory.pin_prefix,
-        "kv_offload_gb": memory.kv_offload_gb,
+        f"role={memory.role!r}": memory.role != "both",
         "cpu_offload_gb": memory.cpu_offload_gb,
         "weights_memory_gb": memory.weights_memory_gb is not None,
     }

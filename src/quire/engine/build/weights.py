@@ -160,10 +160,11 @@ def check_trees(
     """
     if speculative.tree_width == 1 or precision.device.type == "cpu" or deterministic:
         return
-    if target.architecture == "BloomForCausalLM" or target.hf.get("alibi"):
+    alibi = target.architecture == "BloomForCausalLM" or target.hf.get("alibi")
+    if alibi or target.architecture.startswith(("T5", "MT5")):
         raise ConfigError(
-            "speculative_config: tree_width above 1 has no kernel for ALiBi, which this model has: leave out "
-            "tree_width, or add deterministic"
+            "speculative_config: tree_width above 1 has no kernel for scores by distance "
+            f"({'ALiBi' if alibi else 'T5'}), which this model has: leave out tree_width, or add deterministic"
         )
     window = target.hf.get("sliding_window") or 0
     if 0 < window < MAX_NODES:
