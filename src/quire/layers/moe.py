@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.moe.records import ClampedGate
+from quire.layers.expert_memory import ExpertMemory
 from quire.layers.factory import LayerFactory
 from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
@@ -54,6 +55,7 @@ class MixtureOfExperts(Composite):
         self._experts = make_experts(
             number_format, self._kernel, factory.device, shape.num_experts, shape.hidden, shape.inner
         )
+        self.memory: ExpertMemory | None = None  # None: all experts stay where they are used
         self.shared_gate_up: Linear | None = None
         self.shared_down: Linear | None = None
         if shape.shared_inner:
@@ -77,10 +79,19 @@ class MixtureOfExperts(Composite):
         if self.router_bias is not None:
             logits = logits + self.router_bias.value
         routing = self._kernel.choose(logits, shape.num_experts, shape.top_k, shape.renormalize)
+        if self.memory is not None:
+            self.memory.before(routing.experts)
         shared = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared = self.shared_down(self.shared_gate_up.silu_mul(x, lora), None, lora)
-        return self._experts(x, routing, residual, shared, self._clamped())
+        result = self._experts(x, routing, residual, shared, self._clamped())
+        if self.memory is not None:
+            self.memory.after(routing.experts)
+        return result
+
+    def tensors_of_experts(self) -> list[list[Tensor]]:
+        """Of each expert, its parts of all tensors; views."""
+        return self._experts.tensors()
 
     def _clamped(self) -> ClampedGate | None:
         if self._shape.clamp is None or self.gate_up_bias is None or self.down_bias is None:

@@ -30,6 +30,7 @@ from quire.layers.streaming import (
     Ring,
     StagedTransfer,
 )
+from quire.models.expert_placement import ExpertPlacement, map_experts, moves_experts
 from quire.models.loading import Progress, feed
 from quire.models.model import DecoderModel, Layer
 from quire.models.registry import build, describe
@@ -111,14 +112,14 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def is_streamed(model: DecoderModel) -> bool:
-    """Whether layers are streamed: recorded or captured passes could not wait for weights."""
-    return any(isinstance(layer, StreamedLayer) for layer in model.stack)
+    """Whether layers are streamed or experts move: recorded or captured passes could not wait for weights."""
+    return any(isinstance(layer, StreamedLayer) for layer in model.stack) or moves_experts(model)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     model: DecoderModel
-    streaming: Streaming | None  # None: all layers stay
+    streaming: Streaming | ExpertPlacement | None  # None: all layers stay
 
 
 def load_offloaded(
@@ -291,7 +292,9 @@ class _Filing(_Placement):
     memory_bytes: int
     staging: Tensor = field(default_factory=_no_bytes)
 
-    def load(self, source: Source, progress: Progress | None, seed: int) -> Streaming | None:
+    def load(
+        self, source: Source, progress: Progress | None, seed: int
+    ) -> Streaming | ExpertPlacement | None:
         self.files.make_folder()
         there = self._already_there()
         if len(there) < self.num_layers or not self._adopt_outside():
@@ -353,13 +356,19 @@ class _Filing(_Placement):
         self.parking = self.staging.to(self.device)  # on a CPU the same memory
         self.files.check_room(range(self.num_layers), layout.num_bytes)
 
-    def _settle_on_cpu(self) -> Streaming | None:
-        """Host memory holds the parameters outside the layers, some layers, and buffers for the others."""
+    def _settle_on_cpu(self) -> Streaming | ExpertPlacement | None:
+        """Host memory holds the parameters outside the layers, and all of the layers but some experts where that is
+        enough; otherwise some layers, and buffers for the others.
+        """
         layout, num_layers = self._layout, self.num_layers
-        room = self.memory_bytes - _kept_bytes(self.model, layout, 0)
+        outside = _kept_bytes(self.model, layout, 0)
+        room = self.memory_bytes - outside
         if room >= num_layers * layout.num_bytes:
             self._read_back(range(num_layers))
             return None
+        placed = map_experts(self.model, layout, self.files, self.memory_bytes, outside)
+        if placed is not None:
+            return placed
         num_kept = room // layout.num_bytes - HOST_BUFFERS
         if num_kept < 0:
             least = HOST_BUFFERS * layout.num_bytes - room + self.memory_bytes

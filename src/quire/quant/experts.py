@@ -62,6 +62,10 @@ class Experts(ABC):
     def matrices(self) -> Mapping[str, Matrix]:
         """All matrices, by name."""
 
+    @abstractmethod
+    def tensors(self) -> list[list[Tensor]]:
+        """Of each expert, its parts of the stored tensors; views."""
+
 
 class StackedExperts(Experts):
     """Full precision: [E, 2F, H] and [E, H, F], multiplied by one kernel for all experts."""
@@ -91,6 +95,10 @@ class StackedExperts(Experts):
 
     def matrices(self) -> Mapping[str, Matrix]:
         return self._matrices
+
+    def tensors(self) -> list[list[Tensor]]:
+        stacks = [matrix.state()["weight"].chunk(self._count) for matrix in self._matrices.values()]
+        return [list(parts) for parts in zip(*stacks, strict=True)]
 
 
 class SeparateExperts(Experts):
@@ -148,3 +156,6 @@ class SeparateExperts(Experts):
             for expert, pair in enumerate(self._pairs)
             for name, matrix in zip((GATE_UP, DOWN), pair, strict=True)
         }
+
+    def tensors(self) -> list[list[Tensor]]:
+        return [[tensor for matrix in pair for tensor in matrix.state().values()] for pair in self._pairs]

@@ -1,0 +1,128 @@
+"""Experts by use: the same numbers with few of them in memory, and memory that keeps to its limit."""
+
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.core.config import EngineConfig
+from quire.engine.build.resolve import resolve_precision
+from quire.engine.build.weights import offload_lines
+from quire.layers.expert_memory import MappedExperts
+from quire.models.expert_placement import ExpertPlacement, mixture_of, resident_experts
+from quire.models.loading import load
+from quire.models.offload import Loaded, Streaming, is_streamed
+from quire.models.registry import describe
+from quire.weights.folder import FolderSource
+from tests.models.checkpoints import gpt_oss, mixtral, qwen2_moe, save
+from tests.models.test_offload import bytes_of, factory_of, logits_of, streamed_from_disk
+
+CONFIGS = {
+    "qwen2-moe": qwen2_moe(num_hidden_layers=3, moe_intermediate_size=192),
+    "mixtral": mixtral(num_hidden_layers=3, intermediate_size=192),
+    "gpt-oss": gpt_oss(num_hidden_layers=3, intermediate_size=192),
+}
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Of the layers' files, in this process's memory, as the system counts it."""
+    counted, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = str(folder) in line
+        elif inside and line.startswith("Rss:"):
+            counted += 1024 * int(line.split()[1])
+    return counted
+
+
+def sizes_of(source: FolderSource, quantization: str) -> tuple[int, int, int, int]:
+    """(outside the experts, one expert, experts, layers)."""
+    whole = load(source, factory_of(source, quantization))
+    layer, outside = bytes_of(whole)
+    mixture = mixture_of(whole.stack[0])
+    assert mixture is not None
+    experts = mixture.tensors_of_experts()
+    expert = sum(-(-t.nbytes // 256) * 256 for t in experts[0])
+    rest = layer - expert * len(experts)
+    return outside + len(whole.stack) * rest, expert, len(experts), len(whole.stack)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("qwen2-moe", "none"), ("qwen2-moe", "int8"), ("mixtral", "nf4"), ("mixtral", "int8"), ("gpt-oss", "none")],
+)
+def test_mapped_experts_give_the_same_numbers_and_only_the_most_used_stay(
+    name: str, quantization: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    save(tmp_path / "model", CONFIGS[name])
+    source = FolderSource(tmp_path / "model")
+    right = logits_of(load(source, factory_of(source, quantization)))
+    rest, expert, num_experts, num_layers = sizes_of(source, quantization)
+    for num_resident in (0, 1, num_experts - 1):
+        memory = rest + (num_experts + (num_layers - 1) * num_resident) * expert + expert // 2
+        found = streamed_from_disk(source, tmp_path / "layers", memory, quantization)
+        placed = found.streaming
+        assert isinstance(placed, ExpertPlacement)
+        assert (placed.num_resident, placed.num_experts) == (num_resident, num_experts)
+        assert placed.kept_bytes + placed.pass_bytes <= memory
+        assert is_streamed(found.model)
+        for _ in range(2):  # again, when other experts are resident
+            assert torch.equal(logits_of(found.model), right)
+        kept = [mixture_of(layer).memory.resident for layer in found.model.stack]  # type: ignore[union-attr]
+        assert [len(experts) for experts in kept] == [num_resident] * num_layers
+        pages = 8 * num_layers * (num_resident + 1) * mmap.PAGESIZE  # whole pages, and the kernel maps some around
+        assert mapped_bytes(tmp_path / "layers") <= num_layers * num_resident * expert + pages + 16 * 65536
+        del found
+
+
+def test_the_resident_experts_follow_use(tmp_path: Path) -> None:
+    pages, path = 16, tmp_path / "experts"
+    size = pages * mmap.PAGESIZE
+    path.write_bytes(bytes(6 * size))
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    mapping.madvise(mmap.MADV_RANDOM)  # what is read comes alone
+    experts = torch.frombuffer(mapping, dtype=torch.uint8).chunk(6)
+    memory = MappedExperts(mapping, [[expert] for expert in experts], num_resident=2)
+
+    def choose(*chosen: int) -> None:
+        memory.before(torch.tensor([chosen], dtype=torch.int32))
+        for expert in chosen:
+            experts[expert].sum()
+        memory.after(torch.tensor([chosen], dtype=torch.int32))
+
+    for _ in range(3):
+        choose(0, 1)
+    assert memory.resident == {0, 1}
+    choose(2, 3)  # used once: they leave
+    assert memory.resident == {0, 1}
+    assert mapped_bytes(path) == 2 * size
+    for _ in range(60):
+        choose(4, 5)
+    assert memory.resident == {4, 5}  # what was used before fades
+    assert mapped_bytes(path) == 2 * size
+
+
+def test_layers_stream_where_the_experts_of_one_layer_do_not_fit(tmp_path: Path) -> None:
+    assert resident_experts(100, 10, 8, 5) == 0
+    assert resident_experts(79, 10, 8, 5) is None
+    assert resident_experts(10**9, 10, 8, 5) == 8
+    save(tmp_path / "model", qwen2_moe(num_hidden_layers=12, moe_intermediate_size=8))
+    source = FolderSource(tmp_path / "model")
+    layer, outside = bytes_of(load(source, factory_of(source)))
+    found = streamed_from_disk(source, tmp_path / "layers", outside + 2 * layer)
+    assert isinstance(found.streaming, Streaming)
+
+
+def test_the_start_says_how_many_experts_stay(tmp_path: Path) -> None:
+    save(tmp_path / "model", CONFIGS["mixtral"])
+    source = FolderSource(tmp_path / "model")
+    rest, expert, num_experts, num_layers = sizes_of(source, "none")
+    memory = rest + (num_experts + (num_layers - 1) * 2) * expert
+    found: Loaded = streamed_from_disk(source, tmp_path / "layers", memory)
+    config = EngineConfig.of(model=str(tmp_path / "model"), quantization="none")
+    precision = resolve_precision(config, describe(source.config))
+    lines = offload_lines(config, precision, found.streaming)
+    assert f"experts by use: 2 of {num_experts} in each of 3 layers" in lines[0]
