@@ -111,7 +111,9 @@ def test_layers_from_pinned_memory_give_the_same_numbers(
         found = load_offloaded(source, factory_of(source), wanted, make_copies=PromptCopies)
         assert torch.equal(logits_of(found.model), right)
         assert torch.equal(logits_of(found.model), right)
-        assert isinstance(found.streaming, Streaming)
+        if not isinstance(found.streaming, Streaming):
+            assert (name, limit) == ("qwen2-moe", None)  # experts by use: test_expert_placement.py
+            continue
         pinned, on_disk = found.streaming.pinned, found.streaming.on_disk
         assert sorted(pinned + on_disk) == sorted(spread(expected, num_layers))
         if limit is None or limit >= expected * layer:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.moe.records import ClampedGate
-from quire.layers.expert_memory import ExpertMemory
+from quire.layers.expert_memory import ExpertMemory, PinnedExperts
 from quire.layers.factory import LayerFactory
 from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, Loader, Stateful, Table
+from quire.layers.streaming import CopyStream, PinnedMemory
 from quire.quant.encoded import Weight
-from quire.quant.experts import DOWN, GATE_UP, make_experts
+from quire.quant.experts import DOWN, GATE_UP, StackedExperts, make_experts
 from quire.quant.full import FullMatrix
 
 
@@ -27,6 +28,11 @@ class MixtureShape:
     shared_inner: int  # of the expert that every token goes through; 0: there is none
     renormalize: bool  # weights of the chosen experts sum to 1
     clamp: tuple[float, float] | None = None  # of ClampedGate; then the router and all matrices have biases
+
+    @property
+    def expert_elements(self) -> int:
+        """Numbers of one expert's matrices."""
+        return 3 * self.hidden * self.inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class MixtureOfExperts(Composite):
     """x + the weighted sum of its experts. The router stays in floats, its last row is the shared expert's gate."""
 
     def __init__(self, factory: LayerFactory, shape: MixtureShape) -> None:
-        self._shape = shape
+        self.shape = shape
         self._kernel = factory.kernel("moe")
         self._logits = getattr(self._kernel, "logits", None)  # None: as any other GEMM
         number_format, rows = factory.number_format, shape.num_experts + (shape.shared_inner > 0)
@@ -71,7 +77,7 @@ class MixtureOfExperts(Composite):
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """x [T, hidden], normalised, and residual [T, hidden] -> [T, hidden]."""
-        shape = self._shape
+        shape = self.shape
         if self._logits is None:
             logits = self.router.logits(x)
         else:
@@ -89,14 +95,20 @@ class MixtureOfExperts(Composite):
             self.memory.after(routing.experts)
         return result
 
+    def move_experts(self, piece: Tensor, num_away: int, copies: CopyStream, memory: PinnedMemory) -> None:
+        """`num_away` experts go to `piece`, a part of `memory` of their size; from now on use decides which."""
+        assert isinstance(self._experts, StackedExperts), "other formats of experts do not run on a GPU"
+        gate_up, down, away = self._experts.place(piece, num_away)
+        self.memory = PinnedExperts((gate_up, down), away, copies, memory)
+
     def tensors_of_experts(self) -> list[list[Tensor]]:
         """Of each expert, its parts of all tensors; views."""
         return self._experts.tensors()
 
     def _clamped(self) -> ClampedGate | None:
-        if self._shape.clamp is None or self.gate_up_bias is None or self.down_bias is None:
+        if self.shape.clamp is None or self.gate_up_bias is None or self.down_bias is None:
             return None
-        return ClampedGate(*self._shape.clamp, self.gate_up_bias.value, self.down_bias.value)
+        return ClampedGate(*self.shape.clamp, self.gate_up_bias.value, self.down_bias.value)
 
     def layers(self) -> dict[str, Stateful]:
         experts = {f"experts.{name}": matrix for name, matrix in self._experts.matrices().items()}
@@ -104,7 +116,7 @@ class MixtureOfExperts(Composite):
 
     def loaders(self, prefix: str, names: MixtureNames) -> dict[str, Loader]:
         """For a checkpoint with one tensor per expert and matrix. Adapters can add to the shared expert only."""
-        shape, module = self._shape, prefix + names.module
+        shape, module = self.shape, prefix + names.module
         loaders = self.router_loaders(f"{module}gate")
         for expert in range(shape.num_experts):
             start = f"{module}experts.{expert}."
@@ -122,7 +134,7 @@ class MixtureOfExperts(Composite):
         return loaders
 
     def router_loaders(self, name: str) -> dict[str, Loader]:
-        shape = self._shape
+        shape = self.shape
         loaders = {
             f"{name}.weight": Loader(
                 (shape.num_experts, shape.hidden), lambda rows: self.router.load(0, rows)
@@ -146,7 +158,7 @@ class MixtureOfExperts(Composite):
         self._experts.load(expert, matrix, 0, rows)
 
     def _loader(self, expert: int, matrix: str, first_row: int) -> Loader:
-        shape = self._shape
+        shape = self.shape
         size = (shape.hidden, shape.inner) if matrix == DOWN else (shape.inner, shape.hidden)
 
         def take(rows: Weight) -> None:

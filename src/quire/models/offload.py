@@ -30,7 +30,13 @@ from quire.layers.streaming import (
     Ring,
     StagedTransfer,
 )
-from quire.models.expert_placement import ExpertPlacement, map_experts, moves_experts
+from quire.models.expert_placement import (
+    ExpertPlacement,
+    experts_away,
+    map_experts,
+    mixtures_of,
+    moves_experts,
+)
 from quire.models.loading import Progress, feed
 from quire.models.model import DecoderModel, Layer
 from quire.models.registry import build, describe
@@ -133,8 +139,16 @@ def load_offloaded(
     """As `loading.load`. ConfigError or WeightsError if memory, folder or disk are not enough."""
     model = build(describe(source.config), factory)
     if offload.memory_bytes is None:
-        pinning = _Pinning(model=model, device=factory.device, offload=offload, make_copies=make_copies)
-        return Loaded(model, pinning.load(source, progress, seed))
+        shared: dict[str, Any] = {"model": model, "device": factory.device, "offload": offload}
+        shared["make_copies"] = make_copies
+        if mixtures := mixtures_of(model):
+            shape = next(iter(mixtures.values())).shape
+            expert_bytes = shape.expert_elements * factory.dtype.itemsize
+            num_away = experts_away(offload.device_bytes, expert_bytes, shape.num_experts, len(mixtures))
+            if num_away is not None:
+                experts = _ExpertPinning(**shared, num_away=num_away, expert_bytes=expert_bytes)
+                return Loaded(model, experts.load(source, progress, seed))
+        return Loaded(model, _Pinning(**shared).load(source, progress, seed))
     filing = _Filing(
         model=model,
         device=factory.device,
@@ -282,6 +296,36 @@ class _Pinning(_Placement):
         pieces = self.memory.pieces(layout.num_bytes)
         self.pieces = dict(zip(spread(count, self.num_layers), pieces, strict=True))
         self.parking = _empty(layout.num_bytes, self.device)
+
+
+@dataclass(eq=False, kw_only=True)
+class _ExpertPinning(_Placement):
+    """Moves experts to pinned memory, as many of every layer; all else stays."""
+
+    num_away: int
+    expert_bytes: int
+
+    def load(self, source: Source, progress: Progress | None, seed: int) -> ExpertPlacement:
+        mixtures, size = mixtures_of(self.model), self.num_away * self.expert_bytes
+        num_experts = next(iter(mixtures.values())).shape.num_experts
+        _check_host_memory(len(mixtures) * size, self.offload)
+        memory, copies = PinnedMemory(len(mixtures) * size, self.device), self.make_copies(self.device)
+        pieces = dict(zip(mixtures, memory.pieces(size), strict=True))
+
+        def complete(index: int) -> None:
+            if index in pieces:
+                mixtures[index].move_experts(pieces[index], self.num_away, copies, memory)
+
+        feed(source, _watched(self.model, set(), complete), self.device, progress, seed)
+        return ExpertPlacement(
+            num_layers=len(mixtures),
+            num_experts=num_experts,
+            num_resident=num_experts - self.num_away,
+            expert_bytes=self.expert_bytes,
+            where="in pinned host memory",
+            kept_bytes=sum(t.nbytes for t in self.model.parameters().values()) - len(mixtures) * size,
+            pass_bytes=0,
+        )
 
 
 @dataclass(eq=False, kw_only=True)

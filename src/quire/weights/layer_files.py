@@ -77,7 +77,9 @@ class LayerFiles:
         }
         text = json.dumps(header, separators=(",", ":")).encode().ljust(FIRST_BYTE)
         if len(text) > FIRST_BYTE:
-            raise WeightsError("a layer has too many tensors to be described at the beginning of its file: choose quantization='none'")
+            raise WeightsError(
+                "a layer has too many tensors to be described at the beginning of its file: choose quantization='none'"
+            )
         path = self.path(layer)
         try:
             with replacing(path) as file:

@@ -127,11 +127,12 @@ def _streaming_lines(streaming: Streaming) -> tuple[str, ...]:
 
 
 def _expert_lines(placed: ExpertPlacement) -> tuple[str, ...]:
+    at_once = f", one layer's at a time ({_size(placed.pass_bytes)} at most)" if placed.pass_bytes else ""
     return (
-        f"offload   experts by use: {placed.num_resident} of {placed.num_experts} in each of {placed.num_layers} layers "
-        f"stay, the most used; {_size(placed.away_bytes)} of others {placed.where}",
+        f"offload   experts by use: {placed.num_resident} of {placed.num_experts} in each of {placed.num_layers} "
+        f"layers stay, the most used; {_size(placed.away_bytes)} of others {placed.where}",
         f"          {_size(placed.kept_bytes)} stay; a chosen expert that does not is read there, "
-        f"{_size(placed.expert_bytes)} each, by one layer at a time ({_size(placed.pass_bytes)} at most)",
+        f"{_size(placed.expert_bytes)} each{at_once}",
     )
 
 
