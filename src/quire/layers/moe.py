@@ -1,6 +1,7 @@
 """MixtureOfExperts: a feed-forward layer in which a router sends each token through a few of many experts."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from quire.layers.expert_memory import ExpertMemory, PinnedExperts
 from quire.layers.factory import LayerFactory
 from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Composite, Loader, Stateful, Table
+from quire.layers.parameters import Composite, Loader, Stateful, Table, check_finite
 from quire.layers.streaming import CopyStream, PinnedMemory
-from quire.quant.encoded import Weight
+from quire.quant.encoded import Weight, floats
 from quire.quant.experts import DOWN, GATE_UP, StackedExperts, make_experts
 from quire.quant.full import FullMatrix
 
@@ -151,6 +152,22 @@ class MixtureOfExperts(Composite):
         return {
             gate_up: self.gate_up_bias.loader(lambda rows: torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)),
             down: self.down_bias.loader(),
+        }
+
+    def split_bias_loaders(self, experts: str) -> dict[str, Loader]:
+        """The same from tensors for gate, up and down."""
+        assert self.gate_up_bias is not None, "only a clamped mixture has biases"
+        assert self.down_bias is not None, "only a clamped mixture has biases"
+        gate, up = self.gate_up_bias.value.chunk(2, dim=1)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": self.down_bias.value}
+
+        def take(part: Tensor, rows: Weight) -> None:
+            check_finite(floats(rows))
+            part.copy_(floats(rows))
+
+        return {
+            f"{experts}{name}.bias": Loader(tuple(part.shape), partial(take, part))
+            for name, part in parts.items()
         }
 
     def load_expert(self, expert: int, matrix: str, rows: Tensor) -> None:
