@@ -84,6 +84,18 @@ def test_plan_as_text_says_what_fits_and_why(run, tiny):
     assert "at best, from 100 GB/s, with 128 tokens each" in text
 
 
+def test_plan_says_how_many_experts_stay(run):
+    experts = ("plan", "qwen3-30b-a3b", "--load-format", "dummy")
+    on_gpu = run(*experts, "--gpu", "h100", "--cpu-offload-gb", "20").out
+    assert (
+        "80 of 128 in each of 48 layers stay, the most used; 21.7 GB of others in pinned host memory"
+        in on_gpu
+    )
+    flags = ("--device", "cpu", "--memory", "20", "--weights-memory-gb")
+    assert json.loads(run(*experts, *flags, "8", "--json").out)["num_resident_experts"] == 27
+    assert "whole layers of this model stream" in run(*experts, *flags, "1").error
+
+
 def test_plan_gives_bits_by_parts_and_what_stayed_precise(run):
     folder = str(Path(__file__).parents[1] / "data" / "quantized" / "ct-w4a16-asym")
     here = ("plan", folder, "--device", "cpu", "--memory", "1GiB")

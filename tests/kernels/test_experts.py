@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.kernels import registry
-from quire.kernels.moe.records import ClampedGate
+from quire.kernels.moe.records import AwayExperts, ClampedGate
 from tests.kernels.cases import instruction_set, instruction_sets
 
 Kernel = tuple[ModuleType, ModuleType]
@@ -106,3 +106,19 @@ def test_invariant_experts_give_a_token_the_same_bits_in_any_batch(kernel: Kerne
         routing = reference.choose(logits[first:last], 6, 2, True)
         some = fast.experts(x[first:last], gate_up, down, routing, x[first:last].clone(), invariant=True)
         assert torch.equal(some, whole[first:last])
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_experts_that_are_away_give_the_same_bits(kernel: Kernel, tokens: int) -> None:
+    x, gate_up, down = torch.randn(tokens, 72), torch.randn(6, 80, 72) * 0.1, torch.randn(6, 72, 40) * 0.1
+    clamped = ClampedGate(1.702, 1.5, torch.randn(6, 80), torch.randn(6, 72))
+    stack, away = [5, 0, 3], [4, 2, 1]
+    places = torch.tensor([1, -3, -2, 2, -1, 0], dtype=torch.int32)
+    others = AwayExperts(gate_up[away], down[away], places)
+    for module in kernel:
+        routing = module.choose(torch.randn(tokens, 6), 6, 3, True)
+        for given in (None, clamped):
+            whole = module.experts(x, gate_up, down, routing, x.clone(), clamped=given)
+            parts = gate_up[stack], down[stack]
+            some = module.experts(x, *parts, routing, x.clone(), clamped=given, away=others)
+            assert torch.equal(some, whole)

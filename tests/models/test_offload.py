@@ -15,7 +15,7 @@ from quire.layers.factory import LayerFactory
 from quire.models import offload as offloading
 from quire.models.loading import load
 from quire.models.model import DecoderModel
-from quire.models.offload import Loaded, Offload, is_streamed, load_offloaded, spread
+from quire.models.offload import Loaded, Offload, Streaming, is_streamed, load_offloaded, spread
 from quire.models.registry import describe
 from quire.quant.encoded import Encoded, Weight
 from quire.quant.int4 import Int4
@@ -88,7 +88,7 @@ def test_layers_from_disk_give_the_same_numbers_however_many_are_kept(
         assert torch.equal(logits_of(found.model), right)
         assert torch.equal(logits_of(found.model), right)  # and again, from buffers that held other layers
         assert is_streamed(found.model) == bool(num_streamed)
-        if found.streaming is not None:
+        if isinstance(found.streaming, Streaming):
             assert len(found.streaming.on_disk) == num_streamed
             assert found.streaming.kept_bytes + found.streaming.buffer_bytes == memory
 
@@ -111,7 +111,9 @@ def test_layers_from_pinned_memory_give_the_same_numbers(
         found = load_offloaded(source, factory_of(source), wanted, make_copies=PromptCopies)
         assert torch.equal(logits_of(found.model), right)
         assert torch.equal(logits_of(found.model), right)
-        assert found.streaming is not None
+        if not isinstance(found.streaming, Streaming):
+            assert (name, limit) == ("qwen2-moe", None)  # experts by use: test_expert_placement.py
+            continue
         pinned, on_disk = found.streaming.pinned, found.streaming.on_disk
         assert sorted(pinned + on_disk) == sorted(spread(expected, num_layers))
         if limit is None or limit >= expected * layer:

@@ -218,7 +218,7 @@ def test_a_foreign_file_is_refused_in_one_line(tmp_path: Path, content: bytes, s
 def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no such file"):
         GgufSource(tmp_path / "none.gguf")
-    with pytest.raises(ModelError, match=r"'mamba' is not known here: known are bloom, .*, llama, .*qwen3, "):
+    with pytest.raises(ModelError, match=r"'mamba' is not known here: known are bert, bloom, .*, llama, .*qwen3, "):
         GgufSource(write(tmp_path / "a.gguf", "mamba", {}, {"token_embd.weight": torch.ones(4, 4)}))
     with pytest.raises(ModelError, match="'t5encoder' is not known here: the nearest is t5; known are bloom"):
         GgufSource(write(tmp_path / "t.gguf", "t5encoder", {}, {"token_embd.weight": torch.ones(4, 4)}))

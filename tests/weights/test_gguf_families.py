@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from quire import LLM, SamplingParams
+from quire import LLM, Embedder, SamplingParams
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
@@ -18,7 +18,7 @@ from quire.models.registry import describe
 from quire.quant.encoded import Encoded, floats
 from quire.weights.architectures import KNOWN
 from quire.weights.gguf import ARCHITECTURES, GgufSource
-from tests.models import checkpoints, seq2seq
+from tests.models import checkpoints, encoder_folders, seq2seq
 from tests.models.checkpoints import prompts, reference_logits, save
 from tests.models.paging import run_chunked
 from tests.weights.gguf_writing import permuted, write
@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[gguf.MODEL_ARCH, transformers.PreTrainedConfig]] = {
     ),
     "granite": (ARCH.GRANITE, checkpoints.granite(tie_word_embeddings=True)),
     "olmo2": (ARCH.OLMO2, checkpoints.olmo2()),
+    "olmo3": (ARCH.OLMO2, checkpoints.olmo3()),
     "smollm3": (ARCH.SMOLLM3, checkpoints.smollm3(num_hidden_layers=5, no_rope_layer_interval=4)),
     "gemma": (ARCH.GEMMA, checkpoints.gemma()),
     "gemma2": (ARCH.GEMMA2, checkpoints.gemma2(query_pre_attn_scalar=12)),
@@ -120,6 +121,9 @@ def keys_of(arch: gguf.MODEL_ARCH, config: Any) -> dict[str, Any]:
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if getattr(config, "sliding_window", None):
         keys["attention.sliding_window"] = config.sliding_window
+    if getattr(config, "model_type", "") == "olmo3":
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        keys["attention.sliding_window_pattern"] = pattern
     if arch is ARCH.GEMMA2:
         keys["attn_logit_softcapping"] = config.attn_logit_softcapping
         keys["final_logit_softcapping"] = config.final_logit_softcapping
@@ -276,6 +280,147 @@ def test_a_t5_with_a_table_in_every_layer_is_refused(tmp_path: Path, empty_cache
     table = {"enc.blk.1.attn_rel_b.weight": torch.zeros(32, 6)}
     with pytest.raises(ModelError, match="every layer has its own table of distances, as in UMT5"):
         GgufSource(written_t5(tmp_path / "model", T5S["mt5"], more=table))
+
+
+def written_gpt_oss(folder: Path, config: Any, mxfp4: bool) -> GgufSource:
+    """Gate and up apart, matrices as [outputs, inputs], as the converter has them."""
+    names = gguf.get_tensor_name_map(ARCH.GPT_OSS, config.num_hidden_layers)
+    tensors, raw = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        parts = {name: tensor}
+        if "gate_up_proj" in name:
+            parts = {
+                name.replace("gate_up_proj", kind): tensor[..., first::2]
+                for first, kind in enumerate(("gate_proj", "up_proj"))
+            }
+        for part, values in parts.items():
+            stem, _, suffix = part.replace("_proj_bias", "_proj.bias").rpartition(".")
+            if suffix not in ("weight", "bias"):
+                stem, suffix = f"{stem}.{suffix}", "weight"
+            new = f"{names.get_name(stem)}.{suffix}"
+            if values.dim() == 3:
+                values = values.transpose(1, 2).contiguous()
+            if values.dim() == 3 and mxfp4:
+                kind = gguf.GGMLQuantizationType.MXFP4
+                raw[new] = (gguf.quants.quantize(values.float().numpy(), kind), kind)
+            else:
+                tensors[new] = values
+    rope = config.rope_parameters
+    keys = {
+        **keys_of(ARCH.GPT_OSS, config),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+    }
+    return GgufSource(write(folder / "m.gguf", "gpt-oss", keys, tensors, raw=raw))
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_a_converted_gpt_oss_is_the_model(mxfp4: bool, tmp_path: Path, empty_cache: Path) -> None:
+    config = checkpoints.gpt_oss(swiglu_limit=7.0, hidden_size=64, intermediate_size=32)
+    model = save(tmp_path / "model", config)
+    source = written_gpt_oss(tmp_path / "model", config, mxfp4)
+    loaded = load(source, LayerFactory.of(describe(source.config), quantization="none"))
+    if mxfp4:  # of the same rounded experts
+        kind = gguf.GGMLQuantizationType.MXFP4
+        for name, tensor in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                rows = tensor.detach().transpose(1, 2).contiguous().numpy()
+                rounded = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+                tensor.data.copy_(torch.from_numpy(rounded).view(rows.shape).transpose(1, 2))
+    text = prompts(30)[0]
+    found = run_chunked(loaded, [text], [7], 4)[0]
+    torch.testing.assert_close(found, reference_logits(model, text), rtol=1e-4, atol=1e-4)
+
+
+def written_encoder(folder: Path, arch: gguf.MODEL_ARCH, config: Any, extra: dict[str, Any]) -> Path:
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "pooler" in name or "position_ids" in name:
+            continue
+        if "position_embeddings" in name and config.model_type != "bert":  # begins with the first token's
+            tensor = tensor[config.pad_token_id + 1 :]
+        new = names.get_name(name.removeprefix("model."), try_suffixes=(".weight", ".bias"))
+        assert new is not None, name
+        tensors[new] = tensor
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.causal": False,
+        "pooling_type": int(gguf.PoolingType.CLS),
+    }
+    if arch is ARCH.MODERN_BERT:
+        keys |= {"attention.sliding_window": config.local_attention, "attention.sliding_window_pattern": 2}
+        keys |= {CENTRED: config.norm_eps, "context_length": config.max_position_embeddings}
+        keys |= {"rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0}
+    else:
+        keys |= {CENTRED: config.layer_norm_eps, "context_length": len(tensors["position_embd.weight"])}
+    return write(folder / "m.gguf", gguf.MODEL_ARCH_NAMES[arch], keys, tensors, extra=extra)
+
+
+def word_pieces(words: tuple[str, ...]) -> dict[str, Any]:
+    """As the converter writes WordPiece: words begin with a mark, the rest of a word has none."""
+    special = [word.startswith("[") for word in words]
+    marked = [word if control else f"\u2581{word}" for word, control in zip(words, special, strict=True)]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": [word.replace("\u2581##", "") for word in marked],
+        "tokenizer.ggml.token_type": [3 if control else 1 for control in special],
+        "tokenizer.ggml.cls_token_id": words.index("[CLS]"),
+        "tokenizer.ggml.seperator_token_id": words.index("[SEP]"),
+        "tokenizer.ggml.unknown_token_id": words.index("[UNK]"),
+    }
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modern-bert"])
+def test_a_converted_encoder_gives_the_vectors_of_transformers(
+    family: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    arch = ARCH.MODERN_BERT if family == "modern-bert" else ARCH.BERT
+    config: Any = encoder_folders.bert()
+    kind: Any = transformers.BertModel
+    if family == "roberta":
+        config = transformers.RobertaConfig(**encoder_folders.SIZES, pad_token_id=0, type_vocab_size=1)
+        kind = transformers.RobertaModel
+    elif family == "modern-bert":
+        config = transformers.ModernBertConfig(
+            **encoder_folders.SIZES, local_attention=8, global_attn_every_n_layers=2, pad_token_id=0
+        )
+        kind = transformers.ModernBertModel
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    model.save_pretrained(tmp_path)
+    path = written_encoder(tmp_path, arch, config, word_pieces(encoder_folders.WORDS))
+    texts = ["The cats sat on a red mat.", "what is running?"]
+    with Embedder(str(path), quantization="none", dtype="float32") as embedder:
+        found = torch.tensor(embedder.embed(texts, use_tqdm=False))
+    (tmp_path / "vocab.txt").write_text("\n".join(encoder_folders.WORDS))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    for text, vector in zip(texts, found, strict=True):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            first = model(ids).last_hidden_state[0, 0]
+        expected = first / first.norm()
+        torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_classifier_and_a_distilbert_are_refused(tmp_path: Path) -> None:
+    keys = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "attention.head_count": 1}
+    keys |= {CENTRED: 1e-12, "context_length": 8}
+    table = {"token_embd.weight": torch.zeros(4, 8)}
+    with pytest.raises(ModelError, match=r"no token_types\.weight, as in DistilBERT"):
+        GgufSource(write(tmp_path / "d.gguf", "bert", keys, table))
+    head = {"cls.output.weight": torch.zeros(2, 8)}
+    with pytest.raises(ModelError, match="a classifier's head, which is not read from GGUF"):
+        GgufSource(write(tmp_path / "c.gguf", "bert", keys, {**table, **head}))
 
 
 def test_the_table_of_architectures_names_what_is_read_from_gguf() -> None:

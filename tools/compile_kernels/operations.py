@@ -11,6 +11,7 @@ from quire.core.layout import BlockLayout
 from quire.kernels import registry
 from quire.kernels.attention.tuning import AttentionTuning
 from quire.kernels.lora.records import SOURCES
+from quire.kernels.moe.records import AwayExperts, Routing
 from quire.kernels.sample.columns import WORDS
 from quire.layers.attention import Pool
 from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NUM_BLOCKS, ints
@@ -34,7 +35,17 @@ class _Columns:
 
 def launch_operations(recorder: Recorder) -> None:
     """What a step launches beside the model."""
-    for launch in (_inputs, _sampling, _choices, _pages, _adapters, _trees, _measured_attention, _training):
+    for launch in (
+        _inputs,
+        _sampling,
+        _choices,
+        _pages,
+        _adapters,
+        _trees,
+        _away,
+        _measured_attention,
+        _training,
+    ):
         launch(recorder)
 
 
@@ -114,6 +125,18 @@ def _trees(recorder: Recorder) -> None:
             )  # fmt: skip
 
 
+def _away(recorder: Recorder) -> None:
+    recorder.case = "experts in host memory"
+    kernel: Any = registry.load("moe", "triton")
+    stacks = [
+        (_halves(count, 1536, 2048), _halves(count, 2048, 768)) for count in (96, 32)
+    ]  # of Qwen3-30B-A3B
+    for tokens in (1, 64, 512, 4096):
+        x, weights = _halves(tokens, 2048), torch.empty(tokens, 8, device=META)
+        routing = Routing(ints(tokens, 8), weights, None)
+        kernel.experts(x, *stacks[0], routing, x, away=AwayExperts(*stacks[1], ints(128)))
+
+
 def _measured_attention(recorder: Recorder) -> None:
     """Sums of pieces by a launch of their own: an alternative that benchmarks time."""
     kernel: Any = registry.load("attention", "triton")
@@ -146,3 +169,7 @@ def _training(recorder: Recorder) -> None:
 
 def _longs(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64, device=META)
+
+
+def _halves(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=META)

@@ -21,6 +21,7 @@ from quire.engine.build.resolve import (
 )
 from quire.layers.factory import RankPart
 from quire.models import registry
+from quire.models.expert_placement import experts_away, resident_experts
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.parallel.cut import cut_model
 from quire.parallel.group import FakeGroup
@@ -119,6 +120,12 @@ class Capacity:
     pool: PoolSize
     max_model_len: int
     max_num_seqs: int
+    num_resident: int | None = None  # experts of each layer that stay, by use; None: all weights stay
+
+    @property
+    def away_bytes(self) -> float:
+        """Of weights that are not on the device."""
+        return _away_bytes(self.weights, self.num_resident)
 
     @property
     def engine_bytes(self) -> int:
@@ -133,7 +140,8 @@ class Capacity:
     @property
     def server_bytes(self) -> int:
         """Host memory of `quire serve` on a CPU once the pool is full."""
-        return self.weights.num_bytes + self.pool.num_bytes + self.engine_bytes + self.http_bytes
+        weights = self.weights.num_bytes - int(self.away_bytes)
+        return weights + self.pool.num_bytes + self.engine_bytes + self.http_bytes
 
     def sequences_of(self, context: int) -> int:
         """Number of sequences of `context` tokens that run at once."""
@@ -176,7 +184,9 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     weights = weight_shape(part.cut.model if part else model, precision.format, source.encodings, part)
     groups = layer_groups(config, model, max_model_len)
     layout = block_layout(config.memory.block_size, model, precision, groups)
-    free = _free_bytes(config, device, weights, mapped=precision.format.worth_keeping)
+    num_resident = _resident_experts(config, device, weights)
+    kept_bytes = weights.num_bytes - int(_away_bytes(weights, num_resident))
+    free = _free_bytes(config, device, kept_bytes, mapped=precision.format.worth_keeping)
     max_rows, _ = default_limits(config.scheduler, precision.device)
     pool = pool_size(config.memory, layout, groups, max_rows, max_model_len, free)
     return Capacity(
@@ -189,7 +199,37 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
         pool=pool,
         max_model_len=max_model_len,
         max_num_seqs=min(max_rows, pool.num_blocks // groups.num_groups),
+        num_resident=num_resident,
     )
+
+
+def _away_bytes(weights: WeightShape, num_resident: int | None) -> float:
+    experts = weights.experts
+    if num_resident is None or experts is None:
+        return 0.0
+    return (experts.num_experts - num_resident) * experts.num_layers * experts.expert_bytes
+
+
+def _resident_experts(config: EngineConfig, device: Device, weights: WeightShape) -> int | None:
+    """As the engine would decide. ConfigError where it would stream whole layers, whose time is not planned."""
+    memory, experts = config.memory, weights.experts
+    asked = memory.cpu_offload_gb if device.on_gpu else memory.weights_memory_gb
+    if not asked:
+        return None
+    num_resident = None
+    if experts is not None:
+        num_bytes, sizes = asked * GiB, (experts.expert_bytes, experts.num_experts, experts.num_layers)
+        if not device.on_gpu:
+            num_resident = resident_experts(int(num_bytes - weights.num_bytes + experts.num_bytes), *sizes)
+        elif (num_away := experts_away(int(num_bytes), *sizes)) is not None:
+            num_resident = experts.num_experts - num_away
+    if num_resident is None:
+        name = "cpu_offload_gb" if device.on_gpu else "weights_memory_gb"
+        raise ConfigError(
+            f"with {name}={asked:g} whole layers of this model stream, which a plan does not know: leave it out, or "
+            "give an amount that experts of a mixture cover"
+        )
+    return num_resident
 
 
 def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: int) -> Floor:
@@ -214,9 +254,9 @@ def _precision(config: EngineConfig, model: ModelConfig, device: Device) -> Prec
     return resolve_precision(replace(config, runner=runner), model)
 
 
-def _free_bytes(config: EngineConfig, device: Device, weights: WeightShape, mapped: bool) -> int:
+def _free_bytes(config: EngineConfig, device: Device, kept_bytes: int, mapped: bool) -> int:
     """Bytes left for the pool. Weights that are mapped from a file can be evicted, so they don't count."""
-    kept = 0 if mapped else weights.num_bytes
+    kept = 0 if mapped else kept_bytes
     if not device.on_gpu:
         if device.memory is not None:
             return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * max(0, device.memory - kept)))
@@ -224,10 +264,10 @@ def _free_bytes(config: EngineConfig, device: Device, weights: WeightShape, mapp
         return now if now >= CPU_POOL_LIMIT else int(max(0, now - CPU_POOL_SHARE * kept))
     assert device.memory is not None, "a GPU's memory is known"
     usable = int(device.memory * config.memory.gpu_memory_utilization)
-    left = usable - weights.num_bytes - GPU_CONTEXT_BYTES
+    left = usable - kept_bytes - GPU_CONTEXT_BYTES
     if left <= 0:
         raise ConfigError(
-            f"the weights take {weights.num_bytes / 1e9:.1f} GB and {device.name} has {usable / 1e9:.1f} GB "
+            f"the weights take {kept_bytes / 1e9:.1f} GB and {device.name} has {usable / 1e9:.1f} GB "
             f"at gpu_memory_utilization={config.memory.gpu_memory_utilization}: take a larger device"
         )
     return left

@@ -37,8 +37,7 @@ BATCHES = (1, 8, 32, 128, 256, 512, 1024)
 _NOT_PLANNED = (
     *("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight"),
     *("batching", "batch_size", "batch_window_ms", "schedule", "max_prompt_chunk", "preset", "reservation"),
-    # a plan is for whole models
-    *("pin_prefix", "cpu_offload_gb", "weights_memory_gb", "weights_offload_dir"),
+    *("pin_prefix", "weights_offload_dir"),
 )
 
 
@@ -188,6 +187,7 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
             f"parameter; a step reads {_read(weights)}",
         ],
         *([" ", line] for line in _group_lines(weights.groups)),
+        *_expert_rows(capacity, device),
         [
             "kv cache",
             f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}{pool.groups_in_words}{_cross(capacity)}",
@@ -213,6 +213,20 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
     rows = [_floor_row(floor, price) for floor in floors]
     table = aligned([header, *rows], right=(0, 1, 2, 4))
     return f"{text}\n\nat best, from {in_bytes(device.read_rate)}/s, with {context:,} tokens each:\n{table}"
+
+
+def _expert_rows(capacity: Capacity, device: Device) -> list[list[str]]:
+    experts = capacity.weights.experts
+    if experts is None or capacity.num_resident is None:
+        return []
+    where = "in pinned host memory" if device.on_gpu else "on disk"
+    return [
+        [
+            "experts",
+            f"{capacity.num_resident} of {experts.num_experts} in each of {experts.num_layers} layers stay, the most "
+            f"used; {in_bytes(capacity.away_bytes)} of others {where}: reading those is not in the times below",
+        ]
+    ]
 
 
 def _group_lines(groups: tuple[WeightGroup, ...]) -> list[str]:
@@ -253,6 +267,7 @@ def _record(
                 for group in capacity.weights.groups
             ],
         },
+        "num_resident_experts": capacity.num_resident,
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "kv_dtype": capacity.kv_dtype,
         "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},

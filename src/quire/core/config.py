@@ -155,10 +155,12 @@ class MemoryConfig:
         "and never evicted (repeatable)",
     )
     cpu_offload_gb: float = setting(
-        0.0, "GiB of layer weights that stay in host memory and stream to the GPU in every step"
+        0.0,
+        "GiB of weights in host memory: layers, which stream to the GPU in every step, or a mixture's cold experts",
     )
     weights_memory_gb: float | None = setting(
-        None, "GiB of host memory for weights; layers beyond it stream from disk (default: all in memory)"
+        None,
+        "GiB of host memory for weights; layers or cold experts beyond it are on disk (default: all in memory)",
     )
     weights_offload_dir: str | None = setting(
         None, "folder for layers that stream from disk (default: in the cache folder)"

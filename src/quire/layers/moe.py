@@ -1,17 +1,20 @@
 """MixtureOfExperts: a feed-forward layer in which a router sends each token through a few of many experts."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.kernels.moe.records import ClampedGate
+from quire.layers.expert_memory import ExpertMemory, PinnedExperts
 from quire.layers.factory import LayerFactory
 from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Composite, Loader, Stateful, Table
-from quire.quant.encoded import Weight
-from quire.quant.experts import DOWN, GATE_UP, make_experts
+from quire.layers.parameters import Composite, Loader, Stateful, Table, check_finite
+from quire.layers.streaming import CopyStream, PinnedMemory
+from quire.quant.encoded import Weight, floats
+from quire.quant.experts import DOWN, GATE_UP, StackedExperts, make_experts
 from quire.quant.full import FullMatrix
 
 
@@ -26,6 +29,11 @@ class MixtureShape:
     shared_inner: int  # of the expert that every token goes through; 0: there is none
     renormalize: bool  # weights of the chosen experts sum to 1
     clamp: tuple[float, float] | None = None  # of ClampedGate; then the router and all matrices have biases
+
+    @property
+    def expert_elements(self) -> int:
+        """Numbers of one expert's matrices."""
+        return 3 * self.hidden * self.inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class MixtureOfExperts(Composite):
     """x + the weighted sum of its experts. The router stays in floats, its last row is the shared expert's gate."""
 
     def __init__(self, factory: LayerFactory, shape: MixtureShape) -> None:
-        self._shape = shape
+        self.shape = shape
         self._kernel = factory.kernel("moe")
         self._logits = getattr(self._kernel, "logits", None)  # None: as any other GEMM
         number_format, rows = factory.number_format, shape.num_experts + (shape.shared_inner > 0)
@@ -54,6 +62,7 @@ class MixtureOfExperts(Composite):
         self._experts = make_experts(
             number_format, self._kernel, factory.device, shape.num_experts, shape.hidden, shape.inner
         )
+        self.memory: ExpertMemory | None = None  # None: all experts stay where they are used
         self.shared_gate_up: Linear | None = None
         self.shared_down: Linear | None = None
         if shape.shared_inner:
@@ -69,7 +78,7 @@ class MixtureOfExperts(Composite):
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """x [T, hidden], normalised, and residual [T, hidden] -> [T, hidden]."""
-        shape = self._shape
+        shape = self.shape
         if self._logits is None:
             logits = self.router.logits(x)
         else:
@@ -77,15 +86,30 @@ class MixtureOfExperts(Composite):
         if self.router_bias is not None:
             logits = logits + self.router_bias.value
         routing = self._kernel.choose(logits, shape.num_experts, shape.top_k, shape.renormalize)
+        if self.memory is not None:
+            self.memory.before(routing.experts)
         shared = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared = self.shared_down(self.shared_gate_up.silu_mul(x, lora), None, lora)
-        return self._experts(x, routing, residual, shared, self._clamped())
+        result = self._experts(x, routing, residual, shared, self._clamped())
+        if self.memory is not None:
+            self.memory.after(routing.experts)
+        return result
+
+    def move_experts(self, piece: Tensor, num_away: int, copies: CopyStream, memory: PinnedMemory) -> None:
+        """`num_away` experts go to `piece`, a part of `memory` of their size; from now on use decides which."""
+        assert isinstance(self._experts, StackedExperts), "other formats of experts do not run on a GPU"
+        gate_up, down, away = self._experts.place(piece, num_away)
+        self.memory = PinnedExperts((gate_up, down), away, copies, memory)
+
+    def tensors_of_experts(self) -> list[list[Tensor]]:
+        """Of each expert, its parts of all tensors; views."""
+        return self._experts.tensors()
 
     def _clamped(self) -> ClampedGate | None:
-        if self._shape.clamp is None or self.gate_up_bias is None or self.down_bias is None:
+        if self.shape.clamp is None or self.gate_up_bias is None or self.down_bias is None:
             return None
-        return ClampedGate(*self._shape.clamp, self.gate_up_bias.value, self.down_bias.value)
+        return ClampedGate(*self.shape.clamp, self.gate_up_bias.value, self.down_bias.value)
 
     def layers(self) -> dict[str, Stateful]:
         experts = {f"experts.{name}": matrix for name, matrix in self._experts.matrices().items()}
@@ -93,7 +117,7 @@ class MixtureOfExperts(Composite):
 
     def loaders(self, prefix: str, names: MixtureNames) -> dict[str, Loader]:
         """For a checkpoint with one tensor per expert and matrix. Adapters can add to the shared expert only."""
-        shape, module = self._shape, prefix + names.module
+        shape, module = self.shape, prefix + names.module
         loaders = self.router_loaders(f"{module}gate")
         for expert in range(shape.num_experts):
             start = f"{module}experts.{expert}."
@@ -111,7 +135,7 @@ class MixtureOfExperts(Composite):
         return loaders
 
     def router_loaders(self, name: str) -> dict[str, Loader]:
-        shape = self._shape
+        shape = self.shape
         loaders = {
             f"{name}.weight": Loader(
                 (shape.num_experts, shape.hidden), lambda rows: self.router.load(0, rows)
@@ -130,12 +154,28 @@ class MixtureOfExperts(Composite):
             down: self.down_bias.loader(),
         }
 
+    def split_bias_loaders(self, experts: str) -> dict[str, Loader]:
+        """The same from tensors for gate, up and down."""
+        assert self.gate_up_bias is not None, "only a clamped mixture has biases"
+        assert self.down_bias is not None, "only a clamped mixture has biases"
+        gate, up = self.gate_up_bias.value.chunk(2, dim=1)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": self.down_bias.value}
+
+        def take(part: Tensor, rows: Weight) -> None:
+            check_finite(floats(rows))
+            part.copy_(floats(rows))
+
+        return {
+            f"{experts}{name}.bias": Loader(tuple(part.shape), partial(take, part))
+            for name, part in parts.items()
+        }
+
     def load_expert(self, expert: int, matrix: str, rows: Tensor) -> None:
         """One expert's whole GATE_UP or DOWN matrix."""
         self._experts.load(expert, matrix, 0, rows)
 
     def _loader(self, expert: int, matrix: str, first_row: int) -> Loader:
-        shape = self._shape
+        shape = self.shape
         size = (shape.hidden, shape.inner) if matrix == DOWN else (shape.inner, shape.hidden)
 
         def take(rows: Weight) -> None:

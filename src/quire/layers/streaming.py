@@ -79,6 +79,10 @@ class LayerLayout:
         kinds = [(name, getattr(torch, dtype), shape) for name, dtype, shape in described]
         return cls.of({name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in kinds})
 
+    def without(self, prefix: str) -> "LayerLayout":
+        """The layout of the tensors whose names do not begin so."""
+        return LayerLayout.from_json([part for part in self.to_json() if not part[0].startswith(prefix)])
+
 
 class PinnedMemory:
     """Host memory that a GPU copies from at the link's full speed.

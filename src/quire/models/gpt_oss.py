@@ -14,7 +14,7 @@ from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch
-from quire.layers.moe import MixtureOfExperts, MixtureShape
+from quire.layers.moe import MixtureNames, MixtureOfExperts, MixtureShape
 from quire.layers.parameters import Loader, Table
 from quire.models import llama
 from quire.models.llama import Llama, LlamaLayer
@@ -102,7 +102,7 @@ class GptOssLayer(LlamaLayer):
     """Attention with a sink in each head, then experts."""
 
     def _make_feed_forward(self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory) -> None:
-        self._mxfp4 = bool(config.hf["mxfp4"])
+        self._mxfp4, self._gguf = bool(config.hf["mxfp4"]), bool(config.hf.get("gguf_experts", False))
         self._shape = mixture_shape(config)
         self.sinks = Table((config.num_heads,), torch.float32, factory.device)
         self.mixture = MixtureOfExperts(factory, self._shape)
@@ -118,6 +118,12 @@ class GptOssLayer(LlamaLayer):
 
     def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
         shape, mlp = self._shape, f"{prefix}mlp."
+        if self._gguf:
+            return {
+                f"{prefix}self_attn.sinks.weight": self.sinks.loader(),
+                **self.mixture.loaders(prefix, MixtureNames("mlp.")),
+                **self.mixture.split_bias_loaders(f"{mlp}experts."),
+            }
         experts = f"{mlp}experts."
         loaders = {
             f"{prefix}self_attn.sinks": self.sinks.loader(),

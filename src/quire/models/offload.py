@@ -30,6 +30,13 @@ from quire.layers.streaming import (
     Ring,
     StagedTransfer,
 )
+from quire.models.expert_placement import (
+    ExpertPlacement,
+    experts_away,
+    map_experts,
+    mixtures_of,
+    moves_experts,
+)
 from quire.models.loading import Progress, feed
 from quire.models.model import DecoderModel, Layer
 from quire.models.registry import build, describe
@@ -111,14 +118,14 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def is_streamed(model: DecoderModel) -> bool:
-    """Whether layers are streamed: recorded or captured passes could not wait for weights."""
-    return any(isinstance(layer, StreamedLayer) for layer in model.stack)
+    """Whether layers are streamed or experts move: recorded or captured passes could not wait for weights."""
+    return any(isinstance(layer, StreamedLayer) for layer in model.stack) or moves_experts(model)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     model: DecoderModel
-    streaming: Streaming | None  # None: all layers stay
+    streaming: Streaming | ExpertPlacement | None  # None: all layers stay
 
 
 def load_offloaded(
@@ -132,8 +139,16 @@ def load_offloaded(
     """As `loading.load`. ConfigError or WeightsError if memory, folder or disk are not enough."""
     model = build(describe(source.config), factory)
     if offload.memory_bytes is None:
-        pinning = _Pinning(model=model, device=factory.device, offload=offload, make_copies=make_copies)
-        return Loaded(model, pinning.load(source, progress, seed))
+        shared: dict[str, Any] = {"model": model, "device": factory.device, "offload": offload}
+        shared["make_copies"] = make_copies
+        if mixtures := mixtures_of(model):
+            shape = next(iter(mixtures.values())).shape
+            expert_bytes = shape.expert_elements * factory.dtype.itemsize
+            num_away = experts_away(offload.device_bytes, expert_bytes, shape.num_experts, len(mixtures))
+            if num_away is not None:
+                experts = _ExpertPinning(**shared, num_away=num_away, expert_bytes=expert_bytes)
+                return Loaded(model, experts.load(source, progress, seed))
+        return Loaded(model, _Pinning(**shared).load(source, progress, seed))
     filing = _Filing(
         model=model,
         device=factory.device,
@@ -284,6 +299,36 @@ class _Pinning(_Placement):
 
 
 @dataclass(eq=False, kw_only=True)
+class _ExpertPinning(_Placement):
+    """Moves experts to pinned memory, as many of every layer; all else stays."""
+
+    num_away: int
+    expert_bytes: int
+
+    def load(self, source: Source, progress: Progress | None, seed: int) -> ExpertPlacement:
+        mixtures, size = mixtures_of(self.model), self.num_away * self.expert_bytes
+        num_experts = next(iter(mixtures.values())).shape.num_experts
+        _check_host_memory(len(mixtures) * size, self.offload)
+        memory, copies = PinnedMemory(len(mixtures) * size, self.device), self.make_copies(self.device)
+        pieces = dict(zip(mixtures, memory.pieces(size), strict=True))
+
+        def complete(index: int) -> None:
+            if index in pieces:
+                mixtures[index].move_experts(pieces[index], self.num_away, copies, memory)
+
+        feed(source, _watched(self.model, set(), complete), self.device, progress, seed)
+        return ExpertPlacement(
+            num_layers=len(mixtures),
+            num_experts=num_experts,
+            num_resident=num_experts - self.num_away,
+            expert_bytes=self.expert_bytes,
+            where="in pinned host memory",
+            kept_bytes=sum(t.nbytes for t in self.model.parameters().values()) - len(mixtures) * size,
+            pass_bytes=0,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
 class _Filing(_Placement):
     """Writes every layer to a file; then reads as many as memory allows back for good."""
 
@@ -291,7 +336,9 @@ class _Filing(_Placement):
     memory_bytes: int
     staging: Tensor = field(default_factory=_no_bytes)
 
-    def load(self, source: Source, progress: Progress | None, seed: int) -> Streaming | None:
+    def load(
+        self, source: Source, progress: Progress | None, seed: int
+    ) -> Streaming | ExpertPlacement | None:
         self.files.make_folder()
         there = self._already_there()
         if len(there) < self.num_layers or not self._adopt_outside():
@@ -353,13 +400,19 @@ class _Filing(_Placement):
         self.parking = self.staging.to(self.device)  # on a CPU the same memory
         self.files.check_room(range(self.num_layers), layout.num_bytes)
 
-    def _settle_on_cpu(self) -> Streaming | None:
-        """Host memory holds the parameters outside the layers, some layers, and buffers for the others."""
+    def _settle_on_cpu(self) -> Streaming | ExpertPlacement | None:
+        """Host memory holds the parameters outside the layers, and all of the layers but some experts where that is
+        enough; otherwise some layers, and buffers for the others.
+        """
         layout, num_layers = self._layout, self.num_layers
-        room = self.memory_bytes - _kept_bytes(self.model, layout, 0)
+        outside = _kept_bytes(self.model, layout, 0)
+        room = self.memory_bytes - outside
         if room >= num_layers * layout.num_bytes:
             self._read_back(range(num_layers))
             return None
+        placed = map_experts(self.model, layout, self.files, self.memory_bytes, outside)
+        if placed is not None:
+            return placed
         num_kept = room // layout.num_bytes - HOST_BUFFERS
         if num_kept < 0:
             least = HOST_BUFFERS * layout.num_bytes - room + self.memory_bytes

@@ -13,6 +13,7 @@ from quire.layers.factory import LayerFactory, RankPart
 from quire.layers.parameters import Loader
 from quire.models import registry
 from quire.models.encoder_decoder import EncoderDecoder
+from quire.models.expert_placement import mixtures_of
 from quire.models.model import DecoderModel, Loadable
 from quire.quant.encoded import Encoded, Scheme
 from quire.quant.encoded_matrix import EncodedFormat
@@ -74,9 +75,15 @@ class ExpertWeights:
     """All experts of a mixture's layers."""
 
     num_experts: int  # of a layer
+    num_layers: int  # with experts
     top_k: int  # that a token goes through
     num_parameters: int
     num_bytes: int
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of one expert of one layer."""
+        return self.num_bytes / (self.num_experts * self.num_layers)
 
     @property
     def idle_parameters(self) -> int:
@@ -133,6 +140,7 @@ def _experts(
         return None
     return ExpertWeights(
         shape.num_experts,
+        len(mixtures_of(built)),
         shape.top_k,
         sum(math.prod(loader.shape) for name, loader in loaders.items() if EXPERTS in name),
         sum(_bytes(tensor) for name, tensor in parameters.items() if EXPERTS in name),

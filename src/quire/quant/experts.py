@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.moe.records import ClampedGate, Routing
+from quire.kernels.moe.records import AwayExperts, ClampedGate, Routing
 from quire.kernels.moe.reference import chosen, clamped_gate
 from quire.quant.encoded import Weight
 from quire.quant.format import Matrix, NumberFormat
@@ -24,9 +24,12 @@ def make_experts(
     """`count` experts hidden -> inner -> hidden. In full precision they lie in one tensor; in other formats each
     expert has its own matrices, which run on a CPU only: a loop over chosen experts would make a GPU wait for the host.
     """
-    stacked = number_format.matrix(count * 2 * inner, hidden)
-    if isinstance(stacked, FullMatrix):
-        return StackedExperts(stacked, number_format.matrix(count * hidden, inner), kernel, count)
+    stacked, down = (
+        number_format.matrix(count * 2 * inner, hidden),
+        number_format.matrix(count * hidden, inner),
+    )
+    if isinstance(stacked, FullMatrix) and isinstance(down, FullMatrix):
+        return StackedExperts(stacked, down, kernel, count)
     if device.type == "cuda":
         raise ConfigError(
             f"quantization={number_format.name.partition('-')[0]!r} has no grouped GEMM for experts on a GPU: choose "
@@ -62,15 +65,20 @@ class Experts(ABC):
     def matrices(self) -> Mapping[str, Matrix]:
         """All matrices, by name."""
 
+    @abstractmethod
+    def tensors(self) -> list[list[Tensor]]:
+        """Of each expert, its parts of the stored tensors; views."""
+
 
 class StackedExperts(Experts):
     """Full precision: [E, 2F, H] and [E, H, F], multiplied by one kernel for all experts."""
 
-    def __init__(self, gate_up: Matrix, down: Matrix, kernel: ModuleType, count: int) -> None:
+    def __init__(self, gate_up: FullMatrix, down: FullMatrix, kernel: ModuleType, count: int) -> None:
         self._matrices = {GATE_UP: gate_up, DOWN: down}
         self._count = count
         self._kernel = kernel
         self._invariant = isinstance(gate_up, InvariantMatrix)
+        self._placed: tuple[Tensor, Tensor, AwayExperts] | None = None  # None: all are in the matrices
 
     def __call__(
         self,
@@ -80,10 +88,37 @@ class StackedExperts(Experts):
         shared: Tensor | None,
         clamped: ClampedGate | None = None,
     ) -> Tensor:
-        gate_up, down = (
-            matrix.state()["weight"].unflatten(0, (self._count, -1)) for matrix in self._matrices.values()
+        gate_up, down, away = self._placed or (*self._stacks(), None)
+        return self._kernel.experts(
+            x, gate_up, down, routing, residual, shared, self._invariant, clamped, away
         )
-        return self._kernel.experts(x, gate_up, down, routing, residual, shared, self._invariant, clamped)
+
+    def _stacks(self) -> tuple[Tensor, Tensor]:
+        """[E, 2F, H] and [E, H, F]."""
+        matrices = (matrix.state()["weight"] for matrix in self._matrices.values())
+        gate_up, down = (weight.unflatten(0, (self._count, -1)) for weight in matrices)
+        return gate_up, down
+
+    def place(self, memory: Tensor, num_away: int) -> tuple[Tensor, Tensor, AwayExperts]:
+        """Moves the last `num_away` experts to `memory`, uint8 as many as they take, and keeps the others.
+
+        Matrices then have sizes, and no numbers.
+        """
+        stacks, kept, away, first = self._stacks(), [], [], 0
+        for stack in stacks:
+            leaving = stack[self._count - num_away :]
+            part = memory[first : first + leaving.nbytes].view(stack.dtype).view(leaving.shape)
+            kept.append(stack[: self._count - num_away].clone())
+            away.append(part.copy_(leaving))
+            first += leaving.nbytes
+        places = [*range(self._count - num_away), *range(-1, -1 - num_away, -1)]
+        others = AwayExperts(
+            away[0], away[1], torch.tensor(places, dtype=torch.int32, device=stacks[0].device)
+        )
+        for matrix in self._matrices.values():
+            matrix.release()
+        self._placed = kept[0], kept[1], others
+        return self._placed
 
     def load(self, expert: int, matrix: str, first_row: int, rows: Weight) -> None:
         stacked = self._matrices[matrix]
@@ -91,6 +126,10 @@ class StackedExperts(Experts):
 
     def matrices(self) -> Mapping[str, Matrix]:
         return self._matrices
+
+    def tensors(self) -> list[list[Tensor]]:
+        stacks = [matrix.state()["weight"].chunk(self._count) for matrix in self._matrices.values()]
+        return [list(parts) for parts in zip(*stacks, strict=True)]
 
 
 class SeparateExperts(Experts):
@@ -148,3 +187,6 @@ class SeparateExperts(Experts):
             for expert, pair in enumerate(self._pairs)
             for name, matrix in zip((GATE_UP, DOWN), pair, strict=True)
         }
+
+    def tensors(self) -> list[list[Tensor]]:
+        return [[tensor for matrix in pair for tensor in matrix.state().values()] for pair in self._pairs]

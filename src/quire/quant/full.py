@@ -67,6 +67,10 @@ class FullMatrix(Matrix):
         check_state(state, {"weight": self._like})
         self._weight = state["weight"].to(self._device)
 
+    def release(self) -> None:
+        """Frees the numbers, which are kept elsewhere; `state` then tells their sizes."""
+        self._weight = self._like
+
 
 class InvariantMatrix(FullMatrix):
     """A plain matrix with batch-invariant GEMMs: a token's result does not depend on the others."""

@@ -5,12 +5,15 @@ The published ones are for `--load-format dummy` and `--device simulated`, where
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.core.config import Task
+from quire.core.errors import ModelError, WeightsError
 from quire.weights.builtin import is_builtin_encoder
+from quire.weights.gguf_file import GgufFile
 from quire.weights.hub import snapshot_folder
 
 _LLAMA: dict[str, Any] = {
@@ -167,9 +170,14 @@ class Architecture:
 
 # Encoders take whole texts: for a vector, masked tokens, or classes.
 _KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+_GGUF_ENCODERS = {f"{family}Model": "bert" for family in ("Bert", "Roberta", "XLMRoberta")}
+_GGUF_ENCODERS["ModernBertModel"] = "modern-bert"  # without heads
 _ENCODERS = {
     f"{family}{kind}": Architecture(
-        "modernbert" if family == "ModernBert" else "bert", "embeddings, masked words, classes", task="embed"
+        "modernbert" if family == "ModernBert" else "bert",
+        "embeddings, masked words, classes",
+        _GGUF_ENCODERS.get(f"{family}{kind}", ""),
+        task="embed",
     )
     for family in ("Bert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
     for kind in _KINDS
@@ -183,7 +191,7 @@ KNOWN: Mapping[str, Architecture] = {
     "GemmaForCausalLM": Architecture("llama", "Gemma 1", "gemma"),
     "Gemma2ForCausalLM": Architecture("llama", "Gemma 2", "gemma2", windows=True),
     "Gemma3ForCausalLM": Architecture("llama", "Gemma 3 270M and 1B", "gemma3", windows=True),
-    "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss-20b, gpt-oss-120b", windows=True),
+    "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss-20b, gpt-oss-120b", "gpt-oss", windows=True),
     "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
     "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
     "MT5ForConditionalGeneration": Architecture("t5", "mT5", "t5", encoder_decoder=True),
@@ -191,7 +199,7 @@ KNOWN: Mapping[str, Architecture] = {
     "MixtralForCausalLM": Architecture("mixture", "Mixtral", "llama", windows=True),
     "OPTForCausalLM": Architecture("opt", "OPT"),
     "Olmo2ForCausalLM": Architecture("llama", "OLMo 2", "olmo2"),
-    "Olmo3ForCausalLM": Architecture("llama", "OLMo 3", windows=True),
+    "Olmo3ForCausalLM": Architecture("llama", "OLMo 3", "olmo2", windows=True),
     "OlmoeForCausalLM": Architecture("mixture", "OLMoE", "olmoe"),
     "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4", "phi3", windows=True),
     "Qwen2ForCausalLM": Architecture("llama", "Qwen 2 and 2.5, QwQ", "qwen2", windows=True),
@@ -219,7 +227,12 @@ def task_of(model: str | None, revision: str | None = None) -> Task:
 
     The small files of a hub model are downloaded for this. Raises WeightsError if the hub has no such model.
     """
-    if model is None or model.lower().endswith(".gguf") or model in SHAPES:
+    if model is None or model in SHAPES:
+        return "generate"
+    if model.lower().endswith(".gguf"):
+        with suppress(ModelError, WeightsError, OSError):
+            architecture = GgufFile(Path(model).expanduser()).metadata.get("general.architecture")
+            return "embed" if architecture in _GGUF_ENCODERS.values() else "generate"
         return "generate"
     if is_builtin_encoder(model, revision):
         return "embed"

@@ -109,14 +109,16 @@ def gguf_mixture(keys: GgufKeys, architecture: str, renormalize: bool) -> dict[s
     stated = keys.get("expert_weights_norm")
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "num_local_experts" if architecture == MIXTRAL else "num_experts": keys.number("expert_count"),
+        "num_local_experts" if architecture in (MIXTRAL, GPT_OSS) else "num_experts": keys.number(
+            "expert_count"
+        ),
         "num_experts_per_tok": keys.number("expert_used_count"),
         "norm_topk_prob": renormalize if stated is None else bool(stated),
     }
     layers = [(i, tensors.get(f"blk.{i}.ffn_gate_exps.weight")) for i in range(keys.number("block_count"))]
     inner = next((info.shape[1] for _, info in layers if info is not None and len(info.shape) == 3), None)
     if inner is not None:
-        sole = architecture in (MIXTRAL, OLMOE)  # whose every layer has experts
+        sole = architecture in (MIXTRAL, OLMOE, GPT_OSS)  # whose every layer has experts
         config["intermediate_size" if sole else "moe_intermediate_size"] = inner
     config["mlp_only_layers"] = [i for i, info in layers if info is None]
     shared = next((info for name, info in tensors.items() if name.endswith("ffn_gate_shexp.weight")), None)

@@ -18,7 +18,7 @@ from quire.kernels.native import default_num_threads
 from quire.quant.encoded import Encoded, Weight
 from quire.quant.gguf_blocks import KINDS, GgufBlocks
 from quire.weights.cache import tokenizers_folder
-from quire.weights.experts import MIXTRAL, OLMOE, gguf_mixture, split_gguf
+from quire.weights.experts import GPT_OSS, MIXTRAL, OLMOE, gguf_mixture, split_gguf
 from quire.weights.gguf_decoders import (
     DECODERS,
     DERIVED,
@@ -26,6 +26,7 @@ from quire.weights.gguf_decoders import (
     PREFIXES,
     TOPS,
     block_names,
+    encoder_config,
     family_layout,
     partial_rotation,
     t5_config,
@@ -41,6 +42,7 @@ _DIRECT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 21  # unpacking needs several times a chunk in scratch memory
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # to GGUF's words
 _LLAMA3_ORIGINAL_CONTEXT = 8192  # of every Llama 3.x; GGUF keeps only the factors that follow from it
+_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 _FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -59,6 +61,8 @@ class GgufSource:
         ends = end_token_ids(self._file.metadata)
         self.generation_config: Mapping[str, Any] = {"eos_token_id": ends} if ends else {}
         self.architecture = str(self._file.metadata["general.architecture"])
+        pooling = self._file.metadata.get(f"{self.architecture}.pooling_type", 1)
+        self.pooling = _POOLINGS.get(pooling, "mean")  # of an encoder
         self.fingerprint = fingerprint or self._file.fingerprint()
         self._tensors = self._named_tensors()
         self.encodings: Mapping[str, Encoded] = {
@@ -211,7 +215,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     )
     large = sum(tensor.num_bytes for tensor in blocks) >= _LARGE
     # Of experts, only int8 on a CPU and 16 bits on a GPU have grouped GEMMs.
-    if large and architecture != "gpt2" and f"{architecture}.expert_count" not in metadata:
+    if large and architecture not in ("gpt2", *_ENCODERS) and f"{architecture}.expert_count" not in metadata:
         config["quantization_config"] = {"quant_method": "gguf"}
     for word in ("bos", "eos"):
         config[f"{word}_token_id"] = token_id_of(metadata, word)
@@ -254,6 +258,9 @@ class _Keys:
 
     def has(self, suffix: str, prefix: str = "blk.0.") -> bool:
         return f"{prefix}{suffix}" in self.file.tensors
+
+    def rows(self, name: str) -> int:
+        return self.file.tensors[name].shape[0]
 
     def floats(self, name: str) -> np.ndarray | None:
         """A small tensor of float32, None where the file has none of this name."""
@@ -361,6 +368,20 @@ def _olmoe(keys: _Keys) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: _Keys) -> dict[str, Any]:
+    basic = _decoder(keys)
+    if basic["rope_scaling"] is not None:
+        basic["rope_scaling"]["truncate"] = False  # which files do not say
+    window = {"sliding_window": keys.number("attention.sliding_window", 128)}
+    return {
+        "model_type": "gpt_oss",
+        **basic,
+        **gguf_mixture(keys, GPT_OSS, True),
+        **window,
+        "gguf_experts": True,
+    }
+
+
 def _gpt2(keys: _Keys) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -375,6 +396,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
     }
 
 
+_ENCODERS = ("bert", "modern-bert")
 _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -383,6 +405,8 @@ _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "gpt2": _gpt2,
+    "gpt-oss": _gpt_oss,
+    **dict.fromkeys(_ENCODERS, encoder_config),
     "t5": t5_config,
 }
 ARCHITECTURES = frozenset((*_BUILDERS, *DECODERS))

@@ -21,6 +21,7 @@ class Metadata(Protocol):
     def get(self, key: str) -> Any: ...
     def number(self, key: str, default: Any = None) -> Any: ...
     def has(self, suffix: str, prefix: str = ...) -> bool: ...
+    def rows(self, name: str) -> int: ...
     def floats(self, name: str) -> np.ndarray | None: ...
     def error(self, problem: str) -> ModelError: ...
 
@@ -57,6 +58,20 @@ def _granite(keys: Metadata, basic: Config) -> Config:
 
 def _biased(keys: Metadata, basic: Config) -> Config:
     return {"attention_bias": keys.has("attn_q.bias"), "mlp_bias": keys.has("ffn_up.bias")}
+
+
+def _olmo2(keys: Metadata, basic: Config) -> Config:
+    """OLMo 3 is an OLMo 2 with windows; unlike elsewhere, its attention factor is config.json's own."""
+    config, window = _biased(keys, basic), keys.get("attention.sliding_window")
+    if not window:
+        return config
+    config |= {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window}
+    if (pattern := keys.get("attention.sliding_window_pattern")) is not None:
+        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+    if basic["rope_scaling"] and keys.get("rope.scaling.attn_factor") is not None:
+        factor = keys.number("rope.scaling.attn_factor")
+        config["rope_scaling"] = {**basic["rope_scaling"], "attention_factor": factor}
+    return config
 
 
 def _gemma(keys: Metadata, basic: Config) -> Config:
@@ -155,6 +170,50 @@ def t5_config(keys: Metadata) -> Config:
     }
 
 
+def encoder_config(keys: Metadata) -> Config:
+    """BERT; RoBERTa too, whose table of positions begins with the first token's in GGUF; or ModernBERT."""
+    for head in ("cls.weight", "cls.output.weight"):
+        if keys.has(head, ""):
+            raise keys.error(
+                f"{head} is a classifier's head, which is not read from GGUF: use the Hugging Face folder"
+            )
+    sizes = {
+        "hidden_size": keys.number("embedding_length"),
+        "intermediate_size": keys.number("feed_forward_length"),
+        "num_hidden_layers": keys.number("block_count"),
+        "num_attention_heads": keys.number("attention.head_count"),
+        "max_position_embeddings": keys.number("context_length"),
+    }
+    eps = keys.number("attention.layer_norm_epsilon")
+    if keys.architecture == "bert":
+        if not keys.has("token_types.weight", ""):
+            raise keys.error(
+                "no token_types.weight, as in DistilBERT: not read from GGUF, use the Hugging Face folder"
+            )
+        return {
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            **sizes,
+            "layer_norm_eps": eps,
+            "type_vocab_size": keys.rows("token_types.weight"),
+            "hidden_act": "gelu",
+        }
+    return {
+        "architectures": ["ModernBertModel"],
+        "model_type": "modernbert",
+        **sizes,
+        "norm_eps": eps,
+        "norm_bias": keys.has("output_norm.bias", ""),
+        "attention_bias": keys.has("attn_qkv.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+        "local_attention": keys.number("attention.sliding_window"),
+        "global_attn_every_n_layers": keys.number("attention.sliding_window_pattern", 3),
+        "global_rope_theta": keys.number("rope.freq_base", 160000.0),
+        "local_rope_theta": keys.number("rope.freq_base_swa", 10000.0),
+        "hidden_activation": "gelu",
+    }
+
+
 # By GGUF's name: the architecture, its model_type, and what its config.json has beside the usual sizes.
 DECODERS: dict[str, tuple[str, str, Callable[[Metadata, Config], Config]]] = {
     "bloom": ("BloomForCausalLM", "bloom", _bloom),
@@ -164,7 +223,7 @@ DECODERS: dict[str, tuple[str, str, Callable[[Metadata, Config], Config]]] = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     "gptneox": ("GPTNeoXForCausalLM", "gpt_neox", _neox),
     "granite": ("GraniteForCausalLM", "granite", _granite),
-    "olmo2": ("Olmo2ForCausalLM", "olmo2", _biased),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", _olmo2),
     "phi3": ("Phi3ForCausalLM", "phi3", _phi3),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3", _biased),
     "starcoder2": ("Starcoder2ForCausalLM", "starcoder2", _starcoder2),
@@ -188,6 +247,17 @@ _TRANSFORMER = {
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 # Names of the modules outside the layers, and of those in them, where these are not Llama's.
 TOPS: Mapping[str, Mapping[str, str]] = {
+    "bert": {
+        "token_embd": "embeddings.word_embeddings",
+        "position_embd": "embeddings.position_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "token_embd_norm": "embeddings.LayerNorm",
+    },
+    "modern-bert": {
+        "token_embd": "model.embeddings.tok_embeddings",
+        "token_embd_norm": "model.embeddings.norm",
+        "output_norm": "model.final_norm",
+    },
     "bloom": {**_TRANSFORMER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
     "falcon": _TRANSFORMER,
     "gptneox": {
@@ -203,6 +273,32 @@ TOPS: Mapping[str, Mapping[str, str]] = {
     },
 }
 BLOCKS: Mapping[str, Mapping[str, str]] = {
+    "bert": {
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+    "modern-bert": {
+        "attn_norm": "attn_norm",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.Wo",
+        "ffn_norm": "mlp_norm",
+        "ffn_up": "mlp.Wi",
+        "ffn_down": "mlp.Wo",
+    },
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.gate_proj",
+        "ffn_up_exps": "mlp.experts.up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    },
     "bloom": _FALCON,
     "falcon": _FALCON,
     "gemma2": {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
@@ -213,6 +309,7 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
 PREFIXES = {
+    "bert": "encoder.layer",
     "bloom": "transformer.h",
     "falcon": "transformer.h",
     "gptneox": "gpt_neox.layers",

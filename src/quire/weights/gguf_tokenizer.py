@@ -1,4 +1,5 @@
-"""tokenizer.json from GGUF metadata: byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and unigram ("t5").
+"""tokenizer.json from GGUF metadata: byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), unigram ("t5")
+and WordPiece ("bert").
 
 It lives in `weights` and not in `text`, because every Source promises a tokenizer.json.
 """
@@ -53,6 +54,7 @@ _SPLITS = {
     "gpt-2": _PLAIN,
     "phi-2": _PLAIN,
     "olmo": _PLAIN,
+    "roberta-bpe": _PLAIN,
     "mpt": _PLAIN,
     "bloom": _BLOOM,
     "falcon": _FALCON,
@@ -83,9 +85,12 @@ def tokenizer_text(metadata: Mapping[str, Any]) -> str:
         parts = _sentence_piece(metadata, tokens, types)
     elif kind == "t5":
         parts = _unigram(metadata, tokens, types)
+    elif kind == "bert":
+        tokens = [_bert_word(token, kind) for token, kind in zip(tokens, types, strict=True)]
+        parts = _word_piece(metadata, tokens, types)
     else:
         raise ModelError(
-            f"GGUF tokenizer {kind!r} cannot be built here, only 'gpt2', 'llama' and 't5': "
+            f"GGUF tokenizer {kind!r} cannot be built here, only 'bert', 'gpt2', 'llama' and 't5': "
             "give a folder or hub id that has its tokenizer.json with --tokenizer"
         )
     document = {
@@ -244,6 +249,52 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
     }
 
 
+def _word_piece(metadata: Mapping[str, Any], words: list[str], types: list[int]) -> dict[str, Any]:
+    """The files do not say whether case counts: it does if some word has capitals."""
+    cased = any(
+        kind == NORMAL and not word.startswith("[") and word != word.lower()
+        for word, kind in zip(words, types, strict=True)
+    )
+
+    def named(keys: tuple[str, ...], word: str) -> int:
+        token_ids = (token_id_of(metadata, key) for key in keys)
+        known = next((token_id for token_id in token_ids if token_id is not None), None)
+        if known is None and word not in words:
+            raise ModelError(f"GGUF tokenizer 'bert' names no {keys[0]} token: convert the model again")
+        return words.index(word) if known is None else known
+
+    around = {"bos": named(("cls", "bos"), "[CLS]"), "eos": named(("seperator", "eos"), "[SEP]")}
+    unknown = named(("unknown",), "[UNK]")
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": _template(words, around, first_only=True),
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": words[unknown],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {word: token_id for token_id, word in enumerate(words)},
+        },
+    }
+
+
+def _bert_word(token: str, kind: int) -> str:
+    """GGUF marks where words begin, BERT where they go on."""
+    if token.startswith(_SPACE) and kind != CONTROL:
+        return token[1:]
+    if kind in (CONTROL, UNKNOWN) or (token.startswith("[") and token.endswith("]")):
+        return token
+    return f"##{token}"
+
+
 def _merges_by_score(tokens: list[str], types: list[int], scores: Any) -> list[list[str]]:
     """SentencePiece joins whichever neighbours give the best-scored piece: the same as merges in score order."""
     pieces = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
@@ -270,13 +321,17 @@ def _post_processor(
         token_id = token_id_of(metadata, word)
         if added and token_id is not None and token_id < len(tokens):
             ids[word] = token_id
-    if not ids:
-        return None
+    return _template(tokens, ids) if ids else None
+
+
+def _template(tokens: list[str], ids: Mapping[str, int], first_only: bool = False) -> dict[str, Any]:
+    """`ids`: of bos and eos, each where it is wanted; `first_only`: a second text has no bos of its own."""
 
     def around(*sequences: str) -> list[dict[str, Any]]:
         template: list[dict[str, Any]] = []
         for kind, sequence in enumerate(sequences):
-            before = [{"SpecialToken": {"id": tokens[ids["bos"]], "type_id": kind}}] if "bos" in ids else []
+            begins = "bos" in ids and not (kind and first_only)
+            before = [{"SpecialToken": {"id": tokens[ids["bos"]], "type_id": kind}}] if begins else []
             after = [{"SpecialToken": {"id": tokens[ids["eos"]], "type_id": kind}}] if "eos" in ids else []
             template += [*before, {"Sequence": {"id": sequence, "type_id": kind}}, *after]
         return template

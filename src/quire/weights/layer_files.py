@@ -1,10 +1,11 @@
 """LayerFiles: a model's layers on disk, one file each, to be read over and over while the model runs.
 
-A file is a page with what it holds and its checksum, then the bytes. It appears whole or not at all; a file that
+A file is a header with what it holds and its checksum, then the bytes. It appears whole or not at all; a file that
 was cut or changed since is found when an engine starts, and made again.
 """
 
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -22,8 +23,8 @@ from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
 
-VERSION = 1  # raise it when the files change their form or meaning
-FIRST_BYTE = 4096  # of the layer; the description comes before
+VERSION = 2  # raise it when the files change their form or meaning
+FIRST_BYTE = 256 << 10  # of the layer; the description comes before: 700 experts in int8 take so much
 AT_A_TIME = 16 << 20  # bytes per system call and per piece of the checksum
 CHECKED_AT_A_TIME = 1 << 20  # bytes of memory that checking a file takes
 MARGIN = 64 << 20  # a disk is not filled to its last byte
@@ -74,9 +75,11 @@ class LayerFiles:
             "crc32": _checksum(data),
             "parts": described,
         }
-        text = json.dumps(header).encode().ljust(FIRST_BYTE)
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(FIRST_BYTE)
         if len(text) > FIRST_BYTE:
-            raise WeightsError("a layer has too many tensors to be described on its file's first page")
+            raise WeightsError(
+                "a layer has too many tensors to be described at the beginning of its file: choose quantization='none'"
+            )
         path = self.path(layer)
         try:
             with replacing(path) as file:
@@ -112,6 +115,11 @@ class LayerFiles:
             raise WeightsError(
                 f"{path} ends after {done:,} of {len(data):,} bytes: start again, which rewrites it"
             )
+
+    def mapped(self, layer: int) -> mmap.mmap:
+        """The whole file; the layer begins at FIRST_BYTE. Changes of it are not written back."""
+        with self.path(layer).open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def good(self, layer: int) -> list[list[Any]] | None:
         """How the layer lies in its file, or None if there is none that can be trusted; reads all of it."""

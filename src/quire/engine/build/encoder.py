@@ -85,7 +85,7 @@ def _described(plan: BuildPlan) -> tuple[ModelConfig, SentenceFiles]:
     of any other folder gives its last token."""
     model, folder = plan.model, getattr(plan.source, "folder", None)
     if model.architecture.endswith("ForSequenceClassification") or not isinstance(folder, Path):
-        return model, SentenceFiles()
+        return model, SentenceFiles(pooling=getattr(plan.source, "pooling", "mean"))
     files = read_sentence_files(folder)
     if has_sentence_files(folder):
         bare = model.architecture.replace("ForMaskedLM", "Model")

@@ -9,6 +9,7 @@ from quire.core.stats import LABEL, PoolSize, StartStats, VectorFormat, rows, sh
 from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
 from quire.engine.validation import Limits
+from quire.models.expert_placement import ExpertPlacement
 from quire.models.offload import Streaming
 from quire.models.weight_shape import WeightGroup
 from quire.runner.sizing import DeviceMemory
@@ -53,7 +54,7 @@ class Report:
     policies: str = shown("policies", default="")  # other than the defaults
     products: str = shown("products", default="")  # GEMM algorithms that were measured
     started: str = shown("started", default="")
-    streaming: Streaming | None = None  # `offload` as numbers; None: all weights stay
+    streaming: Streaming | ExpertPlacement | None = None  # `offload` as numbers; None: all weights stay
 
     def lines(self) -> list[str]:
         return [f"{label:<{LABEL}}{text}" for label, text in rows(self)]

@@ -15,6 +15,7 @@ from quire.engine.speculation import Proposer
 from quire.layers.attention import Pool
 from quire.layers.factory import LayerFactory
 from quire.models import registry
+from quire.models.expert_placement import ExpertPlacement
 from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.offload import GIB, Loaded, Offload, Streaming, load_offloaded
@@ -40,7 +41,7 @@ class LoadedDraft:
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
     model: DecoderModel
-    streaming: Streaming | None  # None: all weights stay
+    streaming: Streaming | ExpertPlacement | None  # None: all weights stay
     factory: LayerFactory
     draft: LoadedDraft | None  # None: no draft model
 
@@ -89,9 +90,13 @@ def resolve_offload(config: EngineConfig, precision: Precision) -> Offload | Non
     )
 
 
-def offload_lines(config: EngineConfig, precision: Precision, streaming: Streaming | None) -> tuple[str, ...]:
+def offload_lines(
+    config: EngineConfig, precision: Precision, streaming: Streaming | ExpertPlacement | None
+) -> tuple[str, ...]:
     """What was decided; empty without such settings."""
     memory = config.memory
+    if isinstance(streaming, ExpertPlacement):
+        return _expert_lines(streaming)
     if streaming is not None:
         return _streaming_lines(streaming)
     if memory.weights_memory_gb is not None:
@@ -118,6 +123,16 @@ def _streaming_lines(streaming: Streaming) -> tuple[str, ...]:
         f"{_size(streaming.buffer_bytes)} are buffers",
         f"          every step moves {_size(streaming.step_bytes)}: at least {streaming.step_seconds * 1e3:,.1f} ms at "
         f"the {streaming.bytes_per_second / 1e9:.1f} GB/s measured now",
+    )
+
+
+def _expert_lines(placed: ExpertPlacement) -> tuple[str, ...]:
+    at_once = f", one layer's at a time ({_size(placed.pass_bytes)} at most)" if placed.pass_bytes else ""
+    return (
+        f"offload   experts by use: {placed.num_resident} of {placed.num_experts} in each of {placed.num_layers} "
+        f"layers stay, the most used; {_size(placed.away_bytes)} of others {placed.where}",
+        f"          {_size(placed.kept_bytes)} stay; a chosen expert that does not is read there, "
+        f"{_size(placed.expert_bytes)} each{at_once}",
     )
 
 

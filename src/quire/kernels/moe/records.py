@@ -24,3 +24,12 @@ class ClampedGate:
     limit: float  # of gate from above, of up on both sides
     gate_up_bias: Tensor  # [E, 2F]
     down_bias: Tensor  # [E, H]
+
+
+@dataclass(frozen=True, slots=True)
+class AwayExperts:
+    """Experts beside those of the stacks that a kernel is given: in host memory that the device can read."""
+
+    gate_up: Tensor  # [A, 2F, H]
+    down: Tensor  # [A, H, F]
+    places: Tensor  # [E] int32 on the device: an expert's place in the stacks, or -1 - its place here

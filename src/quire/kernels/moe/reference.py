@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.moe.records import ClampedGate, Routing
+from quire.kernels.moe.records import AwayExperts, ClampedGate, Routing
 
 TILE = 8  # rows of every GEMM on a CPU: one shape, so that a row's bits do not depend on how many there are
 
@@ -38,26 +38,35 @@ def experts(
     shared: Tensor | None = None,  # [T, H] the shared expert's result
     invariant: bool = False,
     clamped: ClampedGate | None = None,
+    away: AwayExperts | None = None,
 ) -> Tensor:  # [T, H]
     """residual + each token's experts, silu(gate) * up between their two matrices, or what is `clamped`, by weight.
 
     Reads the weights of chosen experts only. `invariant`: a token's bits do not depend on the other tokens; on a CPU
-    they never do.
+    they never do. `away`: of some experts, which gate_up and down then lack.
     """
     results = x.new_empty(*routing.experts.shape, x.shape[1])
     for expert, tokens, places in chosen(routing):
         rows = F.pad(x[tokens], (0, 0, 0, -len(tokens) % TILE))
         tiles = []
+        up_matrix, down_matrix = _matrices(expert, gate_up, down, away)
         for tile in rows.split(TILE):
-            both = F.linear(tile, gate_up[expert])
+            both = F.linear(tile, up_matrix)
             if clamped is None:
                 gate, up = both.chunk(2, dim=-1)
-                tiles.append(F.linear(F.silu(gate) * up, down[expert]))
+                tiles.append(F.linear(F.silu(gate) * up, down_matrix))
             else:
                 gated = clamped_gate(both + clamped.gate_up_bias[expert], clamped)
-                tiles.append(F.linear(gated, down[expert]) + clamped.down_bias[expert])
+                tiles.append(F.linear(gated, down_matrix) + clamped.down_bias[expert])
         results[tokens, places] = torch.cat(tiles)[: len(tokens)]
     return combine(results, routing, residual, shared)
+
+
+def _matrices(expert: int, gate_up: Tensor, down: Tensor, away: AwayExperts | None) -> tuple[Tensor, Tensor]:
+    if away is None:
+        return gate_up[expert], down[expert]
+    index = int(away.places[expert])
+    return (gate_up[index], down[index]) if index >= 0 else (away.gate_up[-1 - index], away.down[-1 - index])
 
 
 def clamped_gate(both: Tensor, clamped: ClampedGate) -> Tensor:

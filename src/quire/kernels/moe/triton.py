@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.moe.records import ClampedGate, Routing
+from quire.kernels.moe.records import AwayExperts, ClampedGate, Routing
 
 FEW_TOKENS = 4  # from here on two tokens often have an expert in common, whose weights a GEMM reads once
+GATE_UP, DOWN = "gate_up", "down"  # matrices of AwayExperts
 BLOCK = 1024  # elements per program of the kernels around the products
 # Tiles of rows, outputs, inputs (in 16 bits); warps; stages: by the mean number of rows of an expert, up to the first
 # number. They take at most 96 KiB of shared memory, which every chip since 2020 has.
@@ -46,13 +47,14 @@ def experts(
     shared: Tensor | None = None,  # [T, H]
     invariant: bool = False,
     clamped: ClampedGate | None = None,
+    away: AwayExperts | None = None,
 ) -> Tensor:  # [T, H]
     """As the reference."""
     if x.shape[0] == 0:
         return residual
     if x.shape[0] <= FEW_TOKENS and not invariant:
-        return _few(x, gate_up, down, routing, residual, shared, clamped)
-    return _grouped(x, gate_up, down, routing, residual, shared, invariant, clamped)
+        return _few(x, gate_up, down, routing, residual, shared, clamped, away)
+    return _grouped(x, gate_up, down, routing, residual, shared, invariant, clamped, away)
 
 
 def _few(
@@ -63,21 +65,24 @@ def _few(
     residual: Tensor,
     shared: Tensor | None,
     clamped: ClampedGate | None,
+    away: AwayExperts | None,
 ) -> Tensor:
     tokens, top_k = routing.experts.shape
     hidden, inner = x.shape[1], down.shape[2]
     gated, out = x.new_empty(tokens * top_k, inner), torch.empty_like(residual)
     rows, columns = 4, min(1024, triton.next_power_of_2(hidden))
     _few_gate_up[(triton.cdiv(inner, rows), tokens * top_k)](
-        x, gate_up, routing.experts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0), inner,
-        hidden, top_k, rows, columns, hidden % columns == 0 and inner % rows == 0, clamped is not None, num_warps=4,
+        x, gate_up, *_away(away, GATE_UP), routing.experts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0),
+        inner, hidden, top_k, rows, columns, hidden % columns == 0 and inner % rows == 0, clamped is not None,
+        away is not None, num_warps=4,
     )  # fmt: skip
     columns = min(1024, triton.next_power_of_2(inner))
     _few_down[(triton.cdiv(hidden, rows), tokens)](
-        gated, down, routing.experts, routing.weights, shared, routing.gates, residual, out, _down_bias(clamped),
+        gated, down, *_away(away, DOWN), routing.experts, routing.weights, shared, routing.gates, residual, out,
+        _down_bias(clamped),
         down.stride(0), residual.stride(0), hidden,
         inner, top_k, shared is not None, rows, columns,
-        inner % columns == 0 and hidden % rows == 0, clamped is not None, num_warps=4,
+        inner % columns == 0 and hidden % rows == 0, clamped is not None, away is not None, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -91,9 +96,11 @@ def _grouped(
     shared: Tensor | None,
     invariant: bool,
     clamped: ClampedGate | None,
+    away: AwayExperts | None,
 ) -> Tensor:
     tokens, top_k = routing.experts.shape
-    num_experts, hidden, inner = down.shape
+    num_experts = down.shape[0] if away is None else len(away.places)
+    hidden, inner = down.shape[1:]
     pairs, padded = tokens * top_k, triton.next_power_of_2(num_experts)
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
@@ -105,12 +112,14 @@ def _grouped(
     )  # as many as there can be; those beyond the last one end at once
     gated, results = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     _grouped_gate_up[(triton.cdiv(inner, columns), tiles)](
-        x, gate_up, order, starts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0), num_experts, inner,
-        hidden, top_k, padded, rows, columns, depth, clamped is not None, num_warps=warps, num_stages=stages,
+        x, gate_up, *_away(away, GATE_UP), order, starts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0),
+        num_experts, inner, hidden, top_k, padded, rows, columns, depth, clamped is not None, away is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _grouped_down[(triton.cdiv(hidden, columns), tiles)](
-        gated, down, order, starts, results, _down_bias(clamped), down.stride(0), num_experts, hidden,
-        inner, padded, rows, columns, depth, clamped is not None, num_warps=warps, num_stages=stages,
+        gated, down, *_away(away, DOWN), order, starts, results, _down_bias(clamped), down.stride(0), num_experts,
+        hidden, inner, padded, rows, columns, depth, clamped is not None, away is not None, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     out = torch.empty_like(residual)
     _combine_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
@@ -127,6 +136,11 @@ def _gate(clamped: ClampedGate | None) -> tuple[Tensor | None, float, float]:
 
 def _down_bias(clamped: ClampedGate | None) -> Tensor | None:
     return None if clamped is None else clamped.down_bias
+
+
+def _away(away: AwayExperts | None, matrix: str) -> tuple[Tensor | None, Tensor | None]:
+    """What kernels take of one matrix of it."""
+    return (None, None) if away is None else (getattr(away, matrix), away.places)
 
 
 def _tile(mean_rows: int, invariant: bool) -> tuple[int, int, int, int, int]:
@@ -182,10 +196,20 @@ def _gated(gate, up, bias, expert, column, known, width, alpha, limit, CLAMPED: 
 
 
 @triton.jit
+def _matrix(stack, away, places, expert, stride, AWAY: tl.constexpr):
+    """Where one expert's matrix begins: in the stack, or beside it."""
+    if AWAY:
+        place = tl.load(places + expert).to(tl.int64)
+        return tl.where(place >= 0, stack + place * stride, away + (-1 - place) * stride)
+    else:
+        return stack + expert.to(tl.int64) * stride
+
+
+@triton.jit
 def _few_gate_up(
-    x, gate_up, experts, out, bias, alpha, limit, x_stride, expert_stride, num_rows,
+    x, gate_up, away, places, experts, out, bias, alpha, limit, x_stride, expert_stride, num_rows,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    CLAMPED: tl.constexpr, AWAY: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of some rows, for one token and one of its experts."""
     pair = tl.program_id(1)
@@ -193,7 +217,8 @@ def _few_gate_up(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     x += (pair // TOP_K).to(tl.int64) * x_stride
-    gates = gate_up + expert * expert_stride + row.to(tl.int64)[:, None] * LENGTH + column[None, :]
+    matrix = _matrix(gate_up, away, places, expert, expert_stride, AWAY)
+    gates = matrix + row.to(tl.int64)[:, None] * LENGTH + column[None, :]
     ups = gates + tl.cast(num_rows, tl.int64) * LENGTH
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -210,28 +235,29 @@ def _few_gate_up(
 
 @triton.jit
 def _few_down(
-    x, down, experts, weights, shared, gates, residual, out, bias, expert_stride, stride, num_rows,
+    x, down, away, places, experts, weights, shared, gates, residual, out, bias, expert_stride, stride, num_rows,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, CLAMPED: tl.constexpr,
+    AWAY: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a token's result: all of its experts, one after the other."""
     token = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = row < num_rows
-    places = row.to(tl.int64)[:, None] * LENGTH + column[None, :]
+    entries = row.to(tl.int64)[:, None] * LENGTH + column[None, :]
     total = tl.zeros((ROWS,), tl.float32)
     for choice in tl.range(0, TOP_K, loop_unroll_factor=2):
         pair = token * TOP_K + choice
         expert = tl.load(experts + pair).to(tl.int64)
         weight = tl.load(weights + pair)
-        matrix = down + expert * expert_stride
+        matrix = _matrix(down, away, places, expert, expert_stride, AWAY)
         values = x + pair.to(tl.int64) * LENGTH
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in tl.range(0, LENGTH, COLUMNS):
             known = inside[:, None] & (column + first < LENGTH)[None, :]
             value = _row(values + first + column, column + first < LENGTH, EVEN)
-            sums += _row(matrix + places + first, known, EVEN) * value[None, :]
+            sums += _row(matrix + entries + first, known, EVEN) * value[None, :]
         result = tl.sum(sums, 1)
         if CLAMPED:
             result += tl.load(bias + expert * num_rows + row, mask=inside, other=0.0).to(tl.float32)
@@ -291,9 +317,9 @@ def _expert_tile(starts, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _grouped_gate_up(
-    x, gate_up, order, starts, out, bias, alpha, limit, x_stride, expert_stride, num_experts, num_columns,
+    x, gate_up, away, places, order, starts, out, bias, alpha, limit, x_stride, expert_stride, num_experts, num_columns,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr, AWAY: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of a tile of one expert's rows, gathered from x; stored in sorted order."""
     expert, first, end = _expert_tile(starts, tl.program_id(1), num_experts, EXPERTS, ROWS)
@@ -303,7 +329,7 @@ def _grouped_gate_up(
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         values = x + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        matrix = gate_up + expert.to(tl.int64) * expert_stride
+        matrix = _matrix(gate_up, away, places, expert, expert_stride, AWAY)
         gates = matrix + column.to(tl.int64)[None, :] * LENGTH + depth[:, None]
         ups = gates + tl.cast(num_columns, tl.int64) * LENGTH
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -316,16 +342,16 @@ def _grouped_gate_up(
             up = tl.dot(value, tl.load(ups + at, mask=known, other=0.0), up, input_precision="ieee")
         inside = (column < num_columns)[None, :]
         result = _gated(gate, up, bias, expert, column[None, :], inside, num_columns, alpha, limit, CLAMPED)
-        places = out + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+        target = out + row.to(tl.int64)[:, None] * num_columns + column[None, :]
         known = (row < end)[:, None] & (column < num_columns)[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=known)
+        tl.store(target, result.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
 def _grouped_down(
-    x, down, order, starts, out, bias, expert_stride, num_experts, num_columns,
+    x, down, away, places, order, starts, out, bias, expert_stride, num_experts, num_columns,
     LENGTH: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr, AWAY: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's sorted rows; stored where the pair (token, choice) has its result."""
     expert, first, end = _expert_tile(starts, tl.program_id(1), num_experts, EXPERTS, ROWS)
@@ -335,7 +361,7 @@ def _grouped_down(
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         values = x + row.to(tl.int64)[:, None] * LENGTH + depth[None, :]
-        matrix = down + expert.to(tl.int64) * expert_stride
+        matrix = _matrix(down, away, places, expert, expert_stride, AWAY)
         weights = matrix + column.to(tl.int64)[None, :] * LENGTH + depth[:, None]
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for at in range(0, LENGTH, DEPTH):
@@ -347,9 +373,9 @@ def _grouped_down(
         if CLAMPED:
             biases = bias + expert.to(tl.int64) * num_columns + column
             total += tl.load(biases, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
-        places = out + pair.to(tl.int64)[:, None] * num_columns + column[None, :]
+        target = out + pair.to(tl.int64)[:, None] * num_columns + column[None, :]
         known = (row < end)[:, None] & (column < num_columns)[None, :]
-        tl.store(places, total.to(out.dtype.element_ty), mask=known)
+        tl.store(target, total.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
