@@ -187,12 +187,12 @@ def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.C
     before = ["--before", str(folder / "mig-parted.yaml")]
     fleet.write_text("\n".join(["card: a100-80g", "models:", *models[1:], models[0].replace("m0", "other")]))
     assert main(["plan", "--fleet", str(fleet), *before]) == 0
-    assert "0 of 12 slices are made anew" in capsys.readouterr().out
+    assert "0 of 12 slices are new" in capsys.readouterr().out
     fleet.write_text(
         "\n".join(["card: a100-80g", "models:", *models, "- {name: n, model: org/n, slice: 2g.20gb}"])
     )
     assert main(["plan", "--fleet", str(fleet), *before]) == 0
-    assert "1 of 13 slices are made anew" in capsys.readouterr().out
+    assert "1 of 13 slices are new" in capsys.readouterr().out
     assert main(["plan", "--fleet", str(fleet), "--before", str(tmp_path / "none")]) != 0
     assert "it cannot be read" in capsys.readouterr().err
 

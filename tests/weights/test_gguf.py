@@ -119,7 +119,9 @@ def test_pages_of_the_file_are_released_though_rows_were_read_again(tmp_path: Pa
     rows = {f"blk.{index}.attn_v.weight": torch.ones(256, 256) for index in range(8)}
     path = bare_llama(tmp_path / "large.gguf", tensors=rows)
     read = []
-    for _, tensor in GgufSource(path).tensors():  # a fused matrix joins rows of this tensor with those of earlier ones
+    for _, tensor in GgufSource(
+        path
+    ).tensors():  # a fused matrix joins rows of this tensor with those of earlier ones
         read.append(tensor)
         sum(floats(earlier).sum() for earlier in read)
     assert _resident_bytes(path) < 2**18
@@ -128,7 +130,9 @@ def test_pages_of_the_file_are_released_though_rows_were_read_again(tmp_path: Pa
 def _resident_bytes(path: Path) -> int:
     """Of all mappings of this file in this process."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    sizes = [next(line for line in lines if line.startswith("Rss:")) for line in lines if line.endswith(str(path))]
+    sizes = [
+        next(line for line in lines if line.startswith("Rss:")) for line in lines if line.endswith(str(path))
+    ]
     return sum(1024 * int(size.split()[1]) for size in sizes)
 
 
@@ -218,7 +222,9 @@ def test_a_foreign_file_is_refused_in_one_line(tmp_path: Path, content: bytes, s
 def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no such file"):
         GgufSource(tmp_path / "none.gguf")
-    with pytest.raises(ModelError, match=r"'mamba' is not known here: known are bert, bloom, .*, llama, .*qwen3, "):
+    with pytest.raises(
+        ModelError, match=r"'mamba' is not known here: known are bert, bloom, .*, llama, .*qwen3, "
+    ):
         GgufSource(write(tmp_path / "a.gguf", "mamba", {}, {"token_embd.weight": torch.ones(4, 4)}))
     with pytest.raises(ModelError, match="'t5encoder' is not known here: the nearest is t5; known are bloom"):
         GgufSource(write(tmp_path / "t.gguf", "t5encoder", {}, {"token_embd.weight": torch.ones(4, 4)}))

@@ -205,7 +205,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(_packed_text(card, gpus, demands, len(fleet.models)))
             if before:
-                print(f"{moved(before, gpus)} of {len(demands)} slices are made anew, the others stay")
+                print(f"{moved(before, gpus)} of {len(demands)} slices are new, the others stay")
         if best is None or len(gpus) < len(best[1]):
             best = (card, gpus)
     assert best is not None

@@ -299,12 +299,11 @@ class VectorStores:
         with self._lock:  # a file that is being completed has its attributes read already
             is_found = self.file(store, file_id).status == "completed"
             index = self._index(store) if is_found else None
-            with self._database.transaction() as connection:
-                connection.execute(
-                    "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?",
-                    (to_json(attributes), store.id, file_id),
-                )
-                connection.execute("UPDATE stores SET index_is_stale = ? WHERE id = ?", (is_found, store.id))
+            changed = "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?"
+            stale = "UPDATE stores SET index_is_stale = index_is_stale | ? WHERE id = ?"
+            with self._database.transaction():
+                self._database.change(changed, to_json(attributes), store.id, file_id)
+                self._database.change(stale, is_found, store.id)
             if index is not None:
                 try:
                     index.set_attributes(self._chunk_ids(store.id, [file_id]), attributes)
