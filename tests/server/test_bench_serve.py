@@ -33,7 +33,8 @@ def test_a_sweep_counts_every_token(server: RunningServer, run: Run, tmp_path: P
         assert one["errors"] == {}
         assert one["goodput"]["num_good"] == 6
         assert 0 < one["ttft_ms"]["p50"] <= one["e2e_ms"]["p50"]
-        assert one["tpot_ms"]["mean"] > 0
+        means = [one[f"{name}_ms"]["mean"] for name in ("ttft", "tpot", "e2e")]
+        assert means[0] + 4 * means[1] == pytest.approx(means[2])  # five tokens each
     assert [len(each) for each in record["results"]["requests"]] == [6, 6]
 
 
