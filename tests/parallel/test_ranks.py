@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Sequence
 
@@ -23,10 +24,12 @@ from quire.parallel.wire import decode_step, encode_step
 class Waiting(Group):
     """A group whose ranks wait until it is aborted."""
 
-    aborted = False
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.aborted = threading.Event()
 
     def abort(self, why: str = "") -> None:
-        self.aborted = True
+        self.aborted.set()
 
 
 def _fault(
@@ -49,7 +52,7 @@ def _fault(
             try:
                 ranks.check()
             except QuireError as fault:
-                assert group.aborted
+                assert group.aborted.wait(1.0)
                 return str(fault), type(fault), time.monotonic() - started
             time.sleep(0.01)
         raise AssertionError("nothing was noticed")
