@@ -35,9 +35,11 @@ def model(url: str, kind: str) -> BaseChatModel:
 def test_a_stream_is_the_answer_in_pieces(model: BaseChatModel):
     answer = model.invoke(asked.LONG_QUESTION)
     assert answer.usage_metadata["output_tokens"] > 2
-    pieces = [text for chunk in model.stream(asked.LONG_QUESTION) if (text := chunk.text)]
-    assert len(pieces) > 1
-    assert "".join(pieces) == answer.text
+    streams = [
+        [text for chunk in model.stream(asked.LONG_QUESTION) if (text := chunk.text)] for _ in range(3)
+    ]
+    assert max(map(len, streams)) > 1  # a server that is held up sends the tokens of several steps at once
+    assert {"".join(pieces) for pieces in streams} == {answer.text}
 
 
 def test_a_tool_is_called_and_its_result_answered(model: BaseChatModel):

@@ -101,8 +101,8 @@ def test_tokens_of_a_request_are_shown_to_operators(server: RunningServer):
             kwargs={"max_tokens": 1000, "ignore_eos": True},  # longer than the way to it on a busy machine
         )
         thread.start()
-        wait_until(lambda: any(s.get("phase") == 2 for s in mirror.sequences.values()))
-        request_id = next(iter(mirror.sequences.values()))["id"]
+        wait_until(lambda: any(s.get("phase") == 2 for s in list(mirror.sequences.values())))
+        request_id = list(mirror.sequences.values())[0]["id"]
         shown = server.get(f"/v1/engine/requests/{request_id}", headers=ADMIN).json()["sequences"][0]
         assert "Which colour has the sky?" in "".join(shown["tokens"])
         assert len(shown["blocks"]) == -(-shown["num_computed"] // 16)
@@ -155,7 +155,7 @@ def test_without_an_admin_key_the_feed_is_for_this_machine(start_server):
     assert server.get("/v1/engine", headers=mine).json()["version"]
     assert server.get("/v1/engine").status_code == 401
     assert server.get("/v1/engine", headers={**mine, "X-Forwarded-For": "10.0.0.7"}).status_code == 403
-    body = {"messages": [{"role": "user", "content": "Secret words"}], "max_tokens": 200, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "Secret words"}], "max_tokens": 900, "ignore_eos": True}
     with (
         httpx.stream("GET", f"{server.url}/v1/engine/events", headers=mine) as feed,
         httpx.stream(

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
 from quire.server.connection import TextLimit, limited
-from quire.server.errors import ApiError, anthropic_body, as_api_error, is_ollama, speaks_anthropic
+from quire.server.errors import ApiError, anthropic_body, as_api_error, speaks_anthropic
 from quire.server.metrics import Metrics
 from quire.server.reply import REQUEST_ID, JsonReply
 
@@ -36,6 +36,7 @@ MAX_WARNINGS = 8  # of one response
 MAX_WARNING_CHARACTERS = 400
 _UNPRINTABLE = re.compile(r"[^ -~]")
 _KINDS = ("requests", "tokens")
+OLLAMA = "/api/"  # paths of its API, whose errors are one string
 RATE_HEADERS = tuple(
     f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in _KINDS
 )
@@ -290,7 +291,7 @@ def error_reply(scope: Scope, error: ApiError) -> JsonReply:
     """An error in the shape of the API that the path belongs to."""
     context: RequestContext = scope["quire.context"]
     context.note_error(error)
-    if is_ollama(path_of(scope)):
+    if path_of(scope).startswith(OLLAMA):
         return JsonReply({"error": str(error)}, status_code=error.status, headers=error.headers)
     if not speaks_anthropic(path_of(scope), scope["headers"]):
         return JsonReply(error.body(), status_code=error.status, headers=error.headers)
@@ -396,8 +397,9 @@ def add_version(scope: Scope) -> None:
 def _take_for_json(scope: Scope) -> None:
     """Ollama reads JSON of any type, as curl sends it. A page of another origin, which names that, must say JSON:
     a browser sends other types without asking this server first."""
-    names = {name for name, _ in scope["headers"]}
-    if is_ollama(path_of(scope)) and scope["method"] == "POST" and b"origin" not in names:
+    if not path_of(scope).startswith(OLLAMA) or scope["method"] != "POST":
+        return
+    if all(name != b"origin" for name, _ in scope["headers"]):
         rest = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         scope["headers"] = [*rest, (b"content-type", b"application/json")]
 

@@ -198,11 +198,6 @@ def speaks_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> 
     return path.startswith("/v1/models") and any(name == b"anthropic-version" for name, _ in headers)
 
 
-def is_ollama(path: str) -> bool:
-    """Whether the path belongs to Ollama's API, whose errors are one string."""
-    return path.startswith("/api/")
-
-
 def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:
     """There is no `param` in this shape: the message names the field."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
