@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # they bring torch, which the client's process does without
 
 log = get_logger(__name__)
 RECORD_SECONDS = 0.1  # between two records at least
+SEQUENCES_PER_SECOND = 160  # of many running ones: the more change, the rarer are records
+BUSY_SECONDS = 0.5  # between two records at most for that reason
 BYTES_PER_SECOND = 45_000  # on average: a longer record delays the next
-MAX_STEPS = 32  # of one record, the newest; `counters` has all
+MAX_STEPS = 64  # of one record, the newest; `counters` has all
 MAX_WAITING = 100  # sequences of the queue that are listed; `queue` counts all
 MAX_TABLE_ENTRIES = 3000  # of one record; the rest follow in the next
 STATES = ("free", "cached", "owned", "draft", "adapter", "idle adapter", "pinned")
@@ -100,7 +102,7 @@ class WatchedRunner:
 
 
 class EngineFeed:
-    """Sends records through `send`: at most one each RECORD_SECONDS, and none that would say nothing new."""
+    """Sends records through `send`: at most ten a second, fewer with many sequences, and none that says nothing new."""
 
     def __init__(
         self, engine: "Engine", send: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic
@@ -158,7 +160,8 @@ class EngineFeed:
             self.stop()
             return
         if data is not None:
-            self._next = now + max(RECORD_SECONDS, len(data) / BYTES_PER_SECOND)
+            rarer = min(BUSY_SECONDS, self._engine.queue_stats().num_running / SEQUENCES_PER_SECOND)
+            self._next = now + max(RECORD_SECONDS, rarer, len(data) / BYTES_PER_SECOND)
             self._send(data)
 
     def due_in(self) -> float | None:

@@ -108,24 +108,19 @@ class FeedStream(Response):
         gone = asyncio.ensure_future(until_gone(receive))
         try:
             with self._engine.feed.listen() as listener:
+                gone.add_done_callback(lambda _: listener.fail(ConnectionResetError()))
                 async with writer:
-                    await self._write(writer, listener, gone)
+                    await self._write(writer, listener)
         finally:
             gone.cancel()
         if not gone.done() or gone.cancelled():
             await writer.end()
 
-    async def _write(self, writer: SseWriter, listener: FeedListener, gone: "asyncio.Future[None]") -> None:
-        while True:
-            record = asyncio.ensure_future(listener.next())
-            await asyncio.wait((record, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not record.done():
-                record.cancel()
-                return
-            try:
-                await writer.send(b"data: " + record.result() + b"\n\n")
-            except OSError:
-                return
-            except Exception as fault:
-                await writer.send(event(as_api_error(fault).body()))
-                return
+    async def _write(self, writer: SseWriter, listener: FeedListener) -> None:
+        try:
+            while True:
+                await writer.send(b"data: " + await listener.next() + b"\n\n")
+        except OSError:  # the client left
+            return
+        except Exception as fault:
+            await writer.send(event(as_api_error(fault).body()))
