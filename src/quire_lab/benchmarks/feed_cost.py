@@ -7,6 +7,7 @@ How it is measured:
   windows of WINDOW seconds follow each other in the order without, with, with, without listeners. Tokens are counted
   as they arrive, without the first SETTLE seconds of a window, from the last arrival before its begin to the last one
   before its end: a step's tokens arrive together, and part of a step would be an error of several percent.
+  Opening a page, which sends a whole record, is over by then.
 - A listener reads and drops: a page does its drawing on another machine.
 - Four windows make one pair, the inner two beside the outer two: contexts that grow steadily cancel out. `share` is the
   mean of the pairs' ratios of tokens per second without the lowest and the highest tenth; `interval` has 95 %.
@@ -42,8 +43,8 @@ from quire.engine.build import build_engine
 from quire.link.feed import EngineFeed
 
 LISTENERS, GOAL = 3, 0.99
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 280
-WINDOW, SETTLE = 1.0, 0.2
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 400
+WINDOW, SETTLE = 2.0, 0.5
 PATTERN = (False, True, True, False)
 PRECISION, TRIMMED, RESAMPLES = 0.0025, 0.1, 2000
 SEQUENCES = (64, 256, 512)
@@ -190,7 +191,7 @@ def measured(count: int, seconds: float) -> list[list[dict[str, Any]]]:
         "--max-num-seqs",
         str(count),
         "--kv-cache-memory-bytes",
-        "512M",
+        "1G",
         "--data-dir",
         "none",
     ]
