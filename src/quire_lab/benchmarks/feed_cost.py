@@ -9,7 +9,7 @@ How it is measured:
   before its end: a step's tokens arrive together, and part of a step would be an error of several percent.
   Opening a page, which sends a whole record, is over by then.
 - A listener reads and drops: a page does its drawing on another machine.
-- Four windows make one pair, the inner two beside the outer two: contexts that grow steadily cancel out. `share` is the
+- Four windows make one pair, the inner two beside the outer two: what growing contexts cost cancels out. `share` is the
   mean of the pairs' ratios of tokens per second without the lowest and the highest tenth; `interval` has 95 %.
 - `cpu_share` is the same of tokens per CPU second of the server and its engine. Programs beside it disturb it less.
 - Batches go on until both intervals are narrower than PRECISION on each side, or the time is over.
@@ -131,13 +131,17 @@ async def window(url: str, pid: int, streams: list[Connection], listens: bool) -
 
 
 def shares(batches: list[list[dict[str, Any]]], what: str) -> list[float]:
-    """Of each four windows: the inner two, with listeners, over the outer two."""
+    """Of each four windows: the inner two, with listeners, over the outer two.
+
+    A step's time t grows by as much with every token, so t * dt is constant in time and t squared grows steadily.
+    """
     ratios = []
     for windows in batches:
         for at in range(0, len(windows) - len(PATTERN) + 1, len(PATTERN)):
-            first, second, third, last = (each[what] for each in windows[at : at + len(PATTERN)])
-            if first + last > 0:
-                ratios.append((second + third) / (first + last))
+            speeds = [each[what] for each in windows[at : at + len(PATTERN)]]
+            if min(speeds) > 0:
+                first, second, third, last = (speed**-2 for speed in speeds)
+                ratios.append(((first + last) / (second + third)) ** 0.5)
     return ratios
 
 
