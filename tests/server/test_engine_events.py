@@ -102,7 +102,8 @@ def test_tokens_of_a_request_are_shown_to_operators(server: RunningServer):
         )
         thread.start()
         wait_until(lambda: any(s.get("phase") == 2 for s in list(mirror.sequences.values())))
-        request_id = list(mirror.sequences.values())[0]["id"]
+        (shown, *_) = list(mirror.sequences.values())
+        request_id = shown["id"]
         shown = server.get(f"/v1/engine/requests/{request_id}", headers=ADMIN).json()["sequences"][0]
         assert "Which colour has the sky?" in "".join(shown["tokens"])
         assert len(shown["blocks"]) == -(-shown["num_computed"] // 16)
