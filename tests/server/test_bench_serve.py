@@ -77,7 +77,17 @@ def test_what_cannot_be_measured_is_one_line(server: RunningServer, run: Run, fl
 
 def test_the_time_line_names_steps_of_the_engine(server: RunningServer, run: Run, tmp_path: Path):
     picture, record = tmp_path / "line.html", tmp_path / "out.json"
-    flags = ("--timeline", picture, "--percentile-metrics", "itl", "--output", record)
+    # longer answers: five tokens may arrive at once, without gaps
+    flags = (
+        "--timeline",
+        picture,
+        "--percentile-metrics",
+        "itl",
+        "--output",
+        record,
+        "--random-output-len",
+        60,
+    )
     ran = run("bench", "serve", "--base-url", server.url, *LIGHT, *flags, "--admin-key", ADMIN_KEY)
     assert ran.code == 0, ran.err
     assert "held up by" in ran.out
