@@ -162,13 +162,18 @@ def test_a_keys_tokens_per_minute_count_prompt_and_answer(operated: Operated):
 
 
 def test_a_stream_that_waits_is_kept_alive_and_clients_do_not_notice(operated: Operated):
-    running = {"prompt": "a", "max_tokens": 120, "ignore_eos": True, "stream": True}
+    running = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     short = {"prompt": "One, two,", "max_tokens": 3, "temperature": 0}
+    kept_alive = threading.Event()
 
     def lines() -> list[str]:
-        asked = {**short, "stream": True}
+        asked, received = {**short, "stream": True}, []
         with operated.client("waits") as c, c.stream("POST", "/v1/completions", json=asked) as response:
-            return list(response.iter_lines())
+            for line in response.iter_lines():
+                received.append(line)
+                if received.count(": keep-alive") >= 2:
+                    kept_alive.set()
+        return received
 
     def text() -> str:
         chunks = operated.openai("waits").completions.create(model=MODEL, **short, stream=True)
@@ -192,7 +197,8 @@ def test_a_stream_that_waits_is_kept_alive_and_clients_do_not_notice(operated: O
         begun = first.iter_lines()
         next(begun)
         waiting = [pool.submit(ask) for ask in (lines, text, said)]
-        list(begun)
+        kept_alive.wait(60)
+        first.close()  # the only place is free: the requests that wait run now
         raw, whole, answer = [one.result() for one in waiting]
     assert raw[0] == ": keep-alive"
     assert raw.count(": keep-alive") >= 2
