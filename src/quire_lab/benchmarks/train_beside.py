@@ -4,7 +4,8 @@
 
 One `quire serve` with the built-in model answers n streams at once, a batch of them after the other, and a job of
 `/v1/fine_tuning/jobs` trains the same model at its default priority. Windows follow each other in the order stopped,
-running, running, stopped: the job's process gets SIGSTOP and SIGCONT. Four windows make one pair, as in feed_cost.
+running, running, stopped: the job's process gets SIGSTOP and SIGCONT. Four windows make one pair, the inner
+two beside the outer two.
 """
 
 import argparse
@@ -23,11 +24,12 @@ import httpx
 import psutil
 
 from quire.bench.machine import describe_origin
-from quire_lab.benchmarks.feed_cost import PATTERN, Connection, estimate, shares
+from quire_lab.benchmarks.feed_cost import Connection, estimate
 from quire_lab.benchmarks.serve_latency import serving
 
 GOAL = 0.9
 WINDOW, SETTLE, OUTPUT_TOKENS = 1.0, 0.25, 900
+PATTERN = (False, True, True, False)
 
 
 def start_job(url: str, folder: Path) -> int:
@@ -96,6 +98,21 @@ async def batch(url: str, pid: int, count: int, seed: int) -> list[dict[str, Any
     return windows[:-1]  # streams ended in the last one
 
 
+def shares(batches: list[list[dict[str, Any]]]) -> list[float]:
+    """Tokens per second of each four windows: the inner two, beside the job, over the outer two.
+
+    A step's time t grows by as much with every token, so t * dt is constant in time and t squared grows steadily.
+    """
+    ratios = []
+    for windows in batches:
+        for at in range(0, len(windows) - len(PATTERN) + 1, len(PATTERN)):
+            speeds = [each["tokens_per_second"] for each in windows[at : at + len(PATTERN)]]
+            if min(speeds) > 0:
+                first, second, third, last = (speed**-2 for speed in speeds)
+                ratios.append(((first + last) / (second + third)) ** 0.5)
+    return ratios
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,7 +129,7 @@ def main() -> int:
             while not batches or time.monotonic() < deadline:
                 batches.append(asyncio.run(batch(server.url, pid, options.n, len(batches))))
             psutil.Process(pid).kill()
-    share = estimate(shares(batches, "tokens_per_second"))
+    share = estimate(shares(batches))
     low, high = share["interval"]
     print(
         f"{options.n} streams beside a job: {share['share']:.1%} of the tokens per second ({low:.1%} to {high:.1%})"
