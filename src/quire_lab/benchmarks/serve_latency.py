@@ -4,10 +4,11 @@
     python -m quire_lab.benchmarks.serve_latency --model builtin --cases streams8,streams32 --output FILE   # on a CPU
 
 Each tree serves in a process of its own, and `quire bench serve` of this tree is the client. Cases: a number is a rate
-in requests per second and `inf` all at once with 512 streams, each about 220 → 300 tokens. `streamsN` is N long
-answers, while a prompt of 1,000 tokens arrives every `--every` seconds; `refusedN` is N long answers, while a prompt of
-15 MB, which no model here takes, arrives twice a second; `aloneN` is the same without it. `--tree NAME=FOLDER` names a
-source tree to compare with (its `src`). The model is random weights in the shape of llama8b, or what `--model` names.
+in requests per second and `inf` all at once with 512 streams, each about 220 → 300 tokens. `streamsN` is N answers of
+`--stream-tokens`, while ten prompts of 1,000 tokens arrive, one every `--every` seconds; `refusedN` is N such answers,
+while a prompt of 15 MB, which no model here takes, arrives twice a second; `aloneN` is the same without it.
+`--tree NAME=FOLDER` names a source tree to compare with (its `src`). The model is random weights in the shape of
+llama8b, or what `--model` names.
 """
 
 import argparse
@@ -75,7 +76,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tree", action="append", default=[], help="NAME=FOLDER of sources to compare with")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--num-prompts", type=int, default=400, help="of a rate's case")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between long prompts of streamsN")
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between long prompts of streamsN")
+    parser.add_argument("--stream-tokens", type=int, default=1600, help="of an answer of streamsN")
     parser.add_argument("--flags", default="", help="further flags of quire serve")
     parser.add_argument(
         "--variant", action="append", default=[], help="NAME=FLAGS to compare with each other"
@@ -162,7 +164,7 @@ def run_case(server: Server, case: str, options: argparse.Namespace, folder: Pat
     kind = case.rstrip("0123456789")
     if kind in ("streams", "refused", "alone"):
         num_prompts = 10 if kind == "streams" else 0
-        trace = _write_trace(folder / "trace.csv", int(case.removeprefix(kind)), num_prompts, options.every)
+        trace = _write_trace(folder / "trace.csv", int(case.removeprefix(kind)), num_prompts, options)
         command += ["--dataset", "trace", "--dataset-path", str(trace[0]), "--num-prompts", str(trace[1])]
     else:
         command += ["--random-input-len", "220", "--random-output-len", "300", "--random-range-ratio", "0.5"]
@@ -203,9 +205,12 @@ def _refusals(url: str, load: "subprocess.Popen[str]") -> list[float]:
     return took
 
 
-def _write_trace(path: Path, num_streams: int, num_prompts: int, every: float) -> tuple[Path, int]:
-    """N answers of 400 tokens from the start, and prompts of 1,000 tokens with short answers, one after another."""
-    rows = [(0.0, 64, 400)] * num_streams + [(2.0 + every * i, 1000, 8) for i in range(num_prompts)]
+def _write_trace(
+    path: Path, num_streams: int, num_prompts: int, options: argparse.Namespace
+) -> tuple[Path, int]:
+    """N long answers from the start, and prompts of 1,000 tokens with short answers, one after another."""
+    rows = [(0.0, 64, options.stream_tokens)] * num_streams
+    rows += [(2.0 + options.every * i, 1000, 8) for i in range(num_prompts)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["timestamp", "prompt_tokens", "output_tokens"])
