@@ -1,6 +1,7 @@
 """Quire beside OpenVINO GenAI and llama.cpp, on this CPU, with the same GGUF and the same token ids.
 
     python -m quire_lab.benchmarks.compare_cpu [--rounds 3] [--n 1 8 32] [--engines quire openvino llamacpp]
+    python -m quire_lab.benchmarks.compare_cpu --engines quire quire-int8 --before OLD/src   # an earlier version
     python -m quire_lab.benchmarks.compare_cpu --gemma [Q8_0]   # Gemma 3 270M's shape, random weights, llama.cpp alone
 
 `quire` has Quire's defaults, `quire-int8` int8 weights and `quire-native` the blocks of the file; several may be named.
@@ -48,6 +49,7 @@ GEMMA_RESULTS = ROOT / "benchmarks" / "results" / "cpu_gemma3_270m.json"
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 ENGINES = ("quire", "openvino", "llamacpp")
+BEFORE = "quire-before"  # an earlier version, with its defaults; ratios are taken to it as to a peer
 QUIRE = {"quire": "auto", "quire-int8": "int8", "quire-native": "checkpoint"}  # engine: --quantization
 NUM_REQUESTS = (1, 8, 32)
 BUSY_CORES = 0.1  # more than this taken by others, and a figure says more about them than about the engine
@@ -159,10 +161,12 @@ def peer_python(environment: Path = PEER_ENVIRONMENT, requirements: Path = PEER_
 def run_worker(engine: str, python: Path, num_requests: int, args: argparse.Namespace) -> dict[str, Any]:
     """One engine at one number of requests, in a process of its own; {"error": …} if it failed."""
     # The peers' environment has neither Quire nor the laboratory installed.
+    sources = [str(args.before)] if engine == BEFORE else []
+    sources += [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(args.threads),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, sources)),
     }
     job = {
         "model": str(args.model),
@@ -172,7 +176,7 @@ def run_worker(engine: str, python: Path, num_requests: int, args: argparse.Name
         "threads": args.threads,
         "repeats": args.repeats,
         "spawned_at": time.time(),
-        "options": {"precision": args.openvino_precision, "quantization": QUIRE.get(engine, "")},
+        "options": {"precision": args.openvino_precision, "quantization": QUIRE.get(engine, "auto")},
     }
     command = [str(python), "-m", f"{WORKERS}.worker_{engine.split('-')[0]}", json.dumps(job)]
     try:
@@ -191,14 +195,15 @@ def run_worker(engine: str, python: Path, num_requests: int, args: argparse.Name
 
 def run_rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every measurement, in the order it was taken."""
-    peers = peer_python() if set(args.engines) - set(QUIRE) else None
+    peers = peer_python() if set(args.engines) - {*QUIRE, BEFORE} else None
     records = []
     for round_index in range(args.rounds):
         # Turning the order spreads what comes and goes on the machine evenly over the engines.
         turn = round_index % len(args.engines)
         for num_requests in args.n:
             for engine in args.engines[turn:] + args.engines[:turn]:
-                python = peers if engine not in QUIRE and peers is not None else Path(sys.executable)
+                is_peer = engine not in (*QUIRE, BEFORE)
+                python = peers if is_peer and peers is not None else Path(sys.executable)
                 result = run_worker(engine, python, num_requests, args)
                 records.append({"round": round_index + 1, "engine": engine, "n": num_requests} | result)
                 say(f"round {round_index + 1}  n={num_requests:<3} {engine:<12} {in_short(result)}")
@@ -305,6 +310,9 @@ def parse_args(words: Sequence[str] | None) -> argparse.Namespace:
         prog=WORKERS, description="Quire and its CPU peers, side by side on this machine"
     )
     parser.add_argument("--engines", nargs="+", choices=(*QUIRE, *ENGINES[1:]), default=list(ENGINES))
+    parser.add_argument(
+        "--before", type=Path, metavar="SRC", help=f"src of an earlier version, measured in turn as {BEFORE}"
+    )
     parser.add_argument("--peers-only", action="store_true", help="leave Quire out")
     parser.add_argument("--n", nargs="+", type=int, default=list(NUM_REQUESTS), help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=3)
@@ -328,10 +336,19 @@ def parse_args(words: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(words)
     if args.output_tokens < 2 or min(args.n + [args.rounds, args.repeats, args.prompt_tokens]) < 1:
         parser.error("--output-tokens must be at least 2, every other number at least 1")
+    if args.before is not None:
+        if not Path(args.before, "quire").is_dir():
+            parser.error(f"--before {args.before}: no package quire there")
+        args.before, args.engines = args.before.resolve(), [*args.engines, BEFORE]
     if args.peers_only:
         args.engines = [engine for engine in args.engines if engine not in QUIRE]
     # A partial run must not silently replace the published record.
-    if args.output is None and set(args.engines) >= set(ENGINES) and set(args.n) >= set(NUM_REQUESTS):
+    if (
+        args.output is None
+        and args.before is None
+        and set(args.engines) >= set(ENGINES)
+        and set(args.n) >= set(NUM_REQUESTS)
+    ):
         args.output = RESULTS
     if args.gemma:
         _compare_gemma(args)
