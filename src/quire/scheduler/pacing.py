@@ -2,16 +2,17 @@
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-WHOLE, SMALL, LARGE = 16, 64, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
+GROWTH = 1.1
+WHOLE, LARGE = 16, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
 LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
 # `auto`, of a step with prompts:
-DECODE_RATIO = 2.1  # the longest duration, in decode steps
+DECODE_RATIO = 2.4  # the longest duration, in decode steps
 SHORTEST = 0.010  # seconds; the least that the longest duration may be
 SHORTEST_BUSY = 0.100  # the same while waiting prompts would fill more than BACKLOG steps
 BACKLOG = 60
 NEWEST = 0.1  # weight of the newest decode step in the estimate of its duration
 DECAY = 0.98  # per step, of the weight of earlier ones in the line of PromptSpeed
-PROMPT_DECAY = 0.8  # per step with prompts, in Pacing
+PROMPT_DECAY = 0.5  # per step with prompts, in Pacing: a prompt's tokens cost more the longer it already is
 
 
 class PromptSpeed:
@@ -47,15 +48,16 @@ class PromptSpeed:
 class Pacing:
     """Learns the duration of steps from their results.
 
-    The cost of a token falls with the size of a step. So a step of T tokens at the mean cost of smaller ones ends in
-    time, and each measurement brings T closer to the goal.
+    A step takes as long as a decode step and each further token its share, so a line through both gives the size that
+    ends in time. A GPU's cost per token rises where arithmetic begins to bound: the line overestimates the size there,
+    and a step is at most GROWTH times as large as those that were measured, or as their mean cost per token allows.
     """
 
     def __init__(self, goal: float | None) -> None:
         """`goal`: seconds between two tokens of an answer; None is `auto`."""
         self._goal = goal
-        self._decode_seconds = 0.0
-        self._tokens = self._seconds = 0.0  # of steps with prompts
+        self._decode_seconds = self._decode_rows = 0.0
+        self._steps = self._tokens = self._seconds = 0.0  # of steps with prompts
         self._planned = 0  # tokens of the last step that prompts were cut for
 
     def note(self, num_tokens: int, num_rows: int, seconds: float) -> None:
@@ -63,12 +65,13 @@ class Pacing:
         if num_tokens > num_rows:
             if num_tokens < LEAST_SHARE * self._planned:
                 return
+            self._steps = PROMPT_DECAY * self._steps + 1.0
             self._tokens = PROMPT_DECAY * self._tokens + num_tokens
             self._seconds = PROMPT_DECAY * self._seconds + seconds
-        elif self._decode_seconds:
-            self._decode_seconds += NEWEST * (seconds - self._decode_seconds)
         else:
-            self._decode_seconds = seconds
+            weight = NEWEST if self._decode_seconds else 1.0
+            self._decode_seconds += weight * (seconds - self._decode_seconds)
+            self._decode_rows += weight * (num_rows - self._decode_rows)
 
     def prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
         """Prompt tokens beside `num_rows` decodes, while `num_waiting` prompt tokens are in the queue."""
@@ -78,11 +81,14 @@ class Pacing:
         goal = self._goal
         if goal is None:
             goal = self._auto(num_rows, num_waiting, token_seconds)
-        # to the nearest multiple, as GEMMs and graphs are; below SMALL never to the next one, which would be late
-        tokens = goal / token_seconds
-        multiple = WHOLE if tokens < LARGE else 4 * WHOLE
-        count = int(tokens / multiple) if tokens < SMALL else round(tokens / multiple)
-        self._planned = max(num_rows + FEWEST, count * multiple)
+        measured = self._tokens / self._steps
+        tokens = max(goal / token_seconds, GROWTH * measured, measured + WHOLE)
+        further = self._tokens - self._steps * self._decode_rows
+        further_seconds = self._seconds - self._steps * self._decode_seconds
+        if further > 0.0 and further_seconds > 0.0:
+            tokens = min(tokens, self._decode_rows + (goal - self._decode_seconds) * further / further_seconds)
+        multiple = WHOLE if tokens < LARGE else 4 * WHOLE  # as GEMMs and graphs are
+        self._planned = max(num_rows + FEWEST, round(tokens / multiple) * multiple)
         return self._planned - num_rows
 
     def _auto(self, num_rows: int, num_waiting: int, token_seconds: float) -> float:
