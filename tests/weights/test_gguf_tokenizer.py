@@ -25,7 +25,7 @@ from quire.weights.builtin import BUILTIN
 from quire.weights.gguf import GgufSource
 from quire.weights.gguf_file import GgufFile
 from quire.weights.gguf_tokenizer import tokenizer_text
-from tests.weights.gguf_writing import bare_llama
+from tests.weights.gguf_writing import bare_llama, roberta_tokenizer, tokenizer_metadata, xlmr_tokenizer
 
 CORPUS = [
     "it's 12345 o'clock, and THEY'RE here!\r\n\n  Voilà — größer 日本語 \t tab  ",
@@ -209,6 +209,31 @@ def test_unigram_tokenizers_agree(unigrams: tuple[Tokenizer, Tokenizer], text: s
     ids = theirs.encode(text).ids
     assert ours.encode(text).ids == ids
     assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.fixture(scope="module", params=[roberta_tokenizer, xlmr_tokenizer])
+def of_encoders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Tokenizer]:
+    theirs = request.param(CORPUS)
+    facts = tokenizer_metadata(theirs, tmp_path_factory.mktemp("tokenizer"))
+    return theirs.backend_tokenizer, Tokenizer.from_str(tokenizer_text(facts))
+
+
+@given(text=TEXT)
+def test_tokenizers_of_encoders_agree(of_encoders: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    theirs, ours = of_encoders
+    for texts in ((text,), (text, "a  fox\n ßÅ"), ("abba", text)):
+        expected, found = theirs.encode(*texts), ours.encode(*texts)
+        assert found.ids == expected.ids
+        assert found.type_ids == expected.type_ids
+    assert ours.decode(expected.ids) == theirs.decode(expected.ids)
+
+
+def test_a_table_that_folds_characters_is_read(tmp_path: Path) -> None:
+    facts = tokenizer_metadata(xlmr_tokenizer(CORPUS), tmp_path)
+    normalizer = Tokenizer.from_str(tokenizer_text(facts)).normalizer
+    assert normalizer.normalize_str("gr\tß Å") == "gr ss a"
 
 
 def test_tokens_that_users_added_are_not_special() -> None:

@@ -260,7 +260,9 @@ class _Keys:
         return f"{prefix}{suffix}" in self.file.tensors
 
     def rows(self, name: str) -> int:
-        return self.file.tensors[name].shape[0]
+        """Of a matrix; older conversions wrote one of a single row as a vector."""
+        shape = self.file.tensors[name].shape
+        return shape[0] if len(shape) > 1 else 1
 
     def floats(self, name: str) -> np.ndarray | None:
         """A small tensor of float32, None where the file has none of this name."""
@@ -505,6 +507,8 @@ _DERIVED = ("rope_freqs", "attn_rot_embd", *DERIVED)  # follow from the config; 
 def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -> str | None:
     """The canonical name; None for a tensor that no checkpoint has; ModelError for an unknown one."""
     stem, _, suffix = name.rpartition(".")
+    if config.get("model_type") == "distilbert":
+        architecture = "distilbert"
     top = TOPS.get(architecture, _LLAMA_TOP)
     block = {**_LLAMA_BLOCK, **block_names(architecture, config)}
     half, _, rest = stem.partition("blk.")  # T5 has "enc." and "dec." in front
