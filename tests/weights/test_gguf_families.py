@@ -36,6 +36,14 @@ FAMILIES: dict[str, tuple[gguf.MODEL_ARCH, transformers.PreTrainedConfig]] = {
     "granite": (ARCH.GRANITE, checkpoints.granite(tie_word_embeddings=True)),
     "olmo2": (ARCH.OLMO2, checkpoints.olmo2()),
     "olmo3": (ARCH.OLMO2, checkpoints.olmo3()),
+    "olmo3-yarn": (
+        ARCH.OLMO2,
+        checkpoints.olmo3(rope_parameters=checkpoints.two_ropes(attention_factor=1.3, beta_fast=8.0)),
+    ),
+    "olmo3-yarn-of-2025": (
+        ARCH.OLMO2,
+        checkpoints.olmo3(rope_parameters=checkpoints.two_ropes(attention_factor=1.3)),
+    ),
     "smollm3": (ARCH.SMOLLM3, checkpoints.smollm3(num_hidden_layers=5, no_rope_layer_interval=4)),
     "gemma": (ARCH.GEMMA, checkpoints.gemma()),
     "gemma2": (ARCH.GEMMA2, checkpoints.gemma2(query_pre_attn_scalar=12)),
@@ -135,6 +143,13 @@ def keys_of(arch: gguf.MODEL_ARCH, config: Any) -> dict[str, Any]:
         keys |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
     if arch is ARCH.GPTNEOX:
         keys["use_parallel_residual"] = config.use_parallel_residual
+    if full.get("rope_type") == "yarn" and arch is ARCH.OLMO2:  # older conversions wrote less, by another name
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": full["factor"]}
+        keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+        newer = "beta_fast" in full
+        keys[f"rope.scaling.{'yarn_' * newer}attn_factor"] = full["attention_factor"]
+        if newer:
+            keys["rope.scaling.yarn_beta_fast"] = full["beta_fast"]
     if full.get("rope_type") == "longrope":
         keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
         keys["rope.scaling.attn_factor"] = full["attention_factor"]

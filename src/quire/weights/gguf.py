@@ -429,9 +429,10 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
         original = keys.get("rope.scaling.original_context_length")
         if original:
             scaling["original_max_position_embeddings"] = int(original)
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if keys.get(f"rope.scaling.{theirs}") is not None:
-                scaling[ours] = keys.number(f"rope.scaling.{theirs}")
+        names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+        for ours, theirs in names.items():
+            if keys.get(f"rope.scaling.yarn_{theirs}") is not None:
+                scaling[ours] = keys.number(f"rope.scaling.yarn_{theirs}")
         if keys.get("rope.scaling.attn_factor") is not None:
             # GGUF multiplies yarn's own attention factor by this one; config.json holds the product.
             own = 0.1 * math.log(factor) + 1.0
