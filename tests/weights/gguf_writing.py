@@ -190,4 +190,6 @@ def tokenizer_metadata(tokenizer: Any, folder: Path) -> dict[str, Any]:
         facts |= {"model": "t5", "pre": "default", "precompiled_charsmap": list(table)}
         facts["scores"] = [score for _, score in document["model"]["vocab"]]
         facts |= {"add_space_prefix": True, "remove_extra_whitespaces": True}
-    return {"general.architecture": "bert"} | {f"tokenizer.ggml.{name}": value for name, value in facts.items()}
+    return {"general.architecture": "bert"} | {
+        f"tokenizer.ggml.{name}": value for name, value in facts.items()
+    }

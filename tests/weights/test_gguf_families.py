@@ -143,7 +143,9 @@ def keys_of(arch: gguf.MODEL_ARCH, config: Any) -> dict[str, Any]:
         keys |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
     if arch is ARCH.GPTNEOX:
         keys["use_parallel_residual"] = config.use_parallel_residual
-    if full.get("rope_type") == "yarn" and arch is ARCH.OLMO2:  # older conversions wrote less, by another name
+    if (
+        full.get("rope_type") == "yarn" and arch is ARCH.OLMO2
+    ):  # older conversions wrote less, by another name
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": full["factor"]}
         keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
         newer = "beta_fast" in full
@@ -494,7 +496,7 @@ def test_a_classifier_without_one_of_its_matrices_is_refused(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"conversion of BERT leaves out the other, the pooler's"):
         GgufSource(write(tmp_path / "c.gguf", "bert", keys, tensors))
     tensors["cls.weight"] = torch.zeros(8, 8)
-    with pytest.raises(ModelError, match="3 classifier.output_labels for 2 classes"):
+    with pytest.raises(ModelError, match=r"3 classifier\.output_labels for 2 classes"):
         GgufSource(write(tmp_path / "d.gguf", "bert", keys, tensors))
 
 

@@ -230,6 +230,20 @@ def test_tokenizers_of_encoders_agree(of_encoders: tuple[Tokenizer, Tokenizer], 
     assert ours.decode(expected.ids) == theirs.decode(expected.ids)
 
 
+def test_a_tokenizer_of_modernbert_agrees() -> None:
+    theirs = byte_level("gpt-2")
+    theirs.normalizer = normalizers.NFC()
+    around = {"single": "<|im|> $A <|end|>", "pair": "<|im|> $A <|end|> $B:1 <|end|>:1"}
+    theirs.post_processor = processors.TemplateProcessing(
+        **around, special_tokens=[("<|im|>", 1), ("<|end|>", 0)]
+    )
+    facts = metadata(theirs, model="gpt2", pre="modern-bert", cls_token_id=1, seperator_token_id=0)
+    ours = Tokenizer.from_str(tokenizer_text(facts | {"general.architecture": "modern-bert"}))
+    for texts in ((CORPUS[0],), (CORPUS[1], "A\u0301 \u00c5 12")):
+        expected, found = theirs.encode(*texts), ours.encode(*texts)
+        assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+
+
 def test_a_table_that_folds_characters_is_read(tmp_path: Path) -> None:
     facts = tokenizer_metadata(xlmr_tokenizer(CORPUS), tmp_path)
     normalizer = Tokenizer.from_str(tokenizer_text(facts)).normalizer

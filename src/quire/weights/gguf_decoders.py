@@ -180,7 +180,7 @@ def encoder_config(keys: Metadata) -> Config:
     kind, head = _classifier(keys)
     eps = keys.number("attention.layer_norm_epsilon")
     if keys.architecture == "bert" and not keys.has("token_types.weight", ""):
-        distil = {"dim": hidden, "hidden_dim": inner, "n_layers": layers, "n_heads": heads, "activation": "gelu"}
+        distil = {"dim": hidden, "hidden_dim": inner, "n_layers": layers, "n_heads": heads}
         config = {**sizes, **distil, "architectures": [f"DistilBert{kind}"], "model_type": "distilbert"}
         return {**config, **head, "layer_norm_eps": eps}
     if keys.architecture == "bert":
@@ -223,7 +223,9 @@ def _classifier(keys: Metadata) -> tuple[str, Config]:
     count, names = keys.rows("cls.output.weight"), keys.get("classifier.output_labels")
     labels = [f"LABEL_{i}" for i in range(count)] if names is None else list(names)
     if len(labels) != count:
-        raise keys.error(f"{len(labels)} classifier.output_labels for {count} classes: convert the model again")
+        raise keys.error(
+            f"{len(labels)} classifier.output_labels for {count} classes: convert the model again"
+        )
     # Of ModernBERT; its files do not say which tokens are pooled, and llama.cpp takes all.
     pooling = "cls" if keys.get("pooling_type") == 2 else "mean"
     head = {"classifier_pooling": pooling, "classifier_bias": keys.has("cls.bias", "")}

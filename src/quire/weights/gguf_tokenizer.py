@@ -262,8 +262,7 @@ def _word_piece(metadata: Mapping[str, Any], words: list[str], types: list[int])
     )
 
     def named(keys: tuple[str, ...], word: str) -> int:
-        token_ids = (token_id_of(metadata, key) for key in keys)
-        known = next((token_id for token_id in token_ids if token_id is not None), None)
+        known = _first_id(metadata, *keys)
         if known is None and word not in words:
             raise ModelError(f"GGUF tokenizer 'bert' names no {keys[0]} token: convert the model again")
         return words.index(word) if known is None else known
@@ -279,7 +278,7 @@ def _word_piece(metadata: Mapping[str, Any], words: list[str], types: list[int])
             "lowercase": not cased,
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": _template(words, around, second=""),
+        "post_processor": _template(words, around, ""),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
@@ -319,15 +318,19 @@ def _post_processor(
     """Puts the start and end tokens around a text, where the model wants them."""
     second = _ENCODERS.get(str(metadata.get("general.architecture")))
     encodes = second is not None
-    wanted = {"bos": bos_by_default or encodes, "eos": encodes}
-    names = {"bos": ("cls", "bos"), "eos": ("seperator", "eos")} if encodes else {"bos": ("bos",), "eos": ("eos",)}
     ids: dict[str, int] = {}
-    for word, by_default in wanted.items():
-        found = (token_id_of(metadata, name) for name in names[word])
-        token_id = next((token_id for token_id in found if token_id is not None), len(tokens))
-        if metadata.get(f"tokenizer.ggml.add_{word}_token", by_default) and token_id < len(tokens):
+    for word, other, by_default in (("bos", "cls", bos_by_default), ("eos", "seperator", False)):
+        token_id = _first_id(metadata, *([other] if encodes else []), word)
+        added = metadata.get(f"tokenizer.ggml.add_{word}_token", by_default or encodes)
+        if added and token_id is not None and token_id < len(tokens):
             ids[word] = token_id
-    return _template(tokens, ids, second="bos" if second is None else second) if ids else None
+    return _template(tokens, ids, "bos" if second is None else second) if ids else None
+
+
+def _first_id(metadata: Mapping[str, Any], *names: str) -> int | None:
+    """Of the first of these special tokens that the file has."""
+    token_ids = (token_id_of(metadata, name) for name in names)
+    return next((token_id for token_id in token_ids if token_id is not None), None)
 
 
 def _template(tokens: list[str], ids: Mapping[str, int], second: str) -> dict[str, Any]:
