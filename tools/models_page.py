@@ -34,8 +34,8 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
 - **Chat**: these models have no chat template. Without `--chat-template` the prompt is the messages' texts, one after
   the other.
 - **Speculation**: `{"method": "ngram"}` looks for the last tokens in the answer and in the encoder's input, so answers
-  that copy from the prompt (summaries, rewrites) are drafted from it. Chains and trees; trees of T5 on a GPU need
-  `--deterministic`. A draft model is refused.
+  that copy from the prompt (summaries, rewrites) are drafted from it. A draft model has an encoder of its own, which
+  reads each prompt once (t5-small for t5-base). Chains and trees; trees of T5 on a GPU need `--deterministic`.
 - **Adapters** add to every matrix of both halves. The encoder and K and V of cross-attention are computed once with the
   request's adapter, and requests of another adapter do not share them. Rows of several adapters and of none run in one
   batch, drafts included.
@@ -75,10 +75,13 @@ NOTES = """
   ALiBi need a CPU.
 - **GGUF** of Falcon has no ALiBi, and that of GPT-NeoX no other base of its rotation than 10,000: llama.cpp's
   converter leaves both out. OPT and BART are not architectures of GGUF.
-- **GGUF of encoders** (`bert`, which RoBERTa and XLM-R are too, and `modern-bert`) gives vectors: `/v1/embeddings`,
-  `quire.Embedder`. Pooling is the file's, vectors are normalised. A WordPiece vocabulary is cased if one of its words
-  has capitals: files do not say. Classifiers' heads and DistilBERT are refused; masked words are not in these files.
-- **GGUF of gpt-oss** has experts in MXFP4 or any other type; OLMo 3 is `olmo2` with windows.
+- **GGUF of encoders** (`bert`, which RoBERTa, XLM-R and DistilBERT are too, and `modern-bert`) gives vectors and, where
+  the file has a classifier's head, classes and scores of pairs (`/v1/classify`, `/score`, `/v1/rerank`). Pooling is the
+  file's, vectors are normalised. A WordPiece vocabulary is cased if one of its words has capitals, and a head of
+  ModernBERT takes the mean of all tokens: files do not say. Classifiers of BERT itself are refused, since conversion
+  leaves out their pooler; masked words are not in these files.
+- **GGUF of gpt-oss** has experts in MXFP4 or any other type; OLMo 3 is `olmo2` with windows, and yarn of its
+  layers without one is the file's.
 - An architecture that is not listed is refused by name, with the nearest one that is; Llama 3.2 Vision is among them,
   since its text layers read images through cross-attention. A tensor that has no place in the model that config.json
   describes, has another shape than it asks for, or is missing, is named.

@@ -21,7 +21,9 @@ from quire.runner.cross_cuda import CrossCudaOps
 from quire.scheduler.preemption import Preemption
 from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 from tests.engine.test_device_runner import EagerGraphs
-from tests.models.seq2seq import SMALL, VARIANTS, flan, generate, prompts, save
+from tests.models.checkpoints import llama
+from tests.models.checkpoints import save as save_decoder
+from tests.models.seq2seq import SMALL, VARIANTS, bart, flan, generate, prompts, save
 
 PROMPTS = prompts(5, 16, 1, 33, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -295,6 +297,57 @@ def test_drafts_never_change_the_tokens(
     llm.close()
 
 
+def _draft_model(folder: Path, **settings: Any) -> dict[str, Any]:
+    basic = {"method": "draft_model", "model": str(folder), "quantization": "none", "adaptive": False}
+    return {**basic, "num_speculative_tokens": 3, **settings}
+
+
+@pytest.mark.parametrize(("variant", "draft", "ops", "width", "settings"), [
+    ("flan-untied", "flan-untied", None, 1, {"num_blocks": 34}),
+    ("flan-untied", "mt5", None, 1, {"num_blocks": 34}),
+    ("t5", "t5", CrossCudaOps, 1, {"num_blocks": 34, "preemption_mode": "swap"}),
+    ("bart", "bart", None, 1, {"steps_in_flight": 0, "max_num_batched_tokens": 24}),
+    ("bart", "bart", None, 2, {}),
+])  # fmt: skip
+def test_a_draft_model_has_an_encoder_of_its_own(
+    variant: str, draft: str, ops: Any, width: int, settings: dict[str, Any], checkpoints: Any, roomy_tokens: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Drafts of the target itself are right, also after a preemption and where a step holds few prompts."""
+    texts, sampling, expected = roomy_tokens(variant)
+    if ops is not None:
+        monkeypatch.setattr("quire.engine.build.runner.CrossCpuOps", ops)
+    drafts = _draft_model(checkpoints(draft)[0], tree_width=width)
+    llm = _llm(checkpoints(variant)[0], block_size=4, max_num_seqs=8, speculative_config=drafts, **settings)
+    assert _tokens(llm, texts, sampling) == expected
+    stats = llm.engine.draft_stats
+    assert stats.num_draft_tokens > 20
+    assert draft != variant or stats.num_accepted_tokens * width > 0.95 * stats.num_draft_tokens
+    assert "num_blocks" not in settings or llm.engine.scheduler.stats.num_preemptions > 0
+    llm.close()
+
+
+def test_a_draft_model_encodes_a_prompt_once_for_all_samples(checkpoints: Any, encoded: list[int]) -> None:
+    folder, _ = checkpoints("flan-untied")
+    llm = _llm(folder, block_size=4, speculative_config=_draft_model(folder))
+    _tokens(llm, prompts(18), SamplingParams(n=4, temperature=0.9, seed=3, max_tokens=9, ignore_eos=True))
+    assert encoded == [18, 18]
+    stats = llm.engine.draft_stats
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 12
+    llm.close()
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(checkpoints: Any, tmp_path: Path) -> None:
+    save_decoder(tmp_path / "decoder", llama(max_position_embeddings=512))
+    save(tmp_path / "short", bart(max_position_embeddings=32))
+    for model, message in (
+        (tmp_path / "decoder", "LlamaForCausalLM and the target Bart.*both must have an encoder, or neither"),
+        (tmp_path / "short", "the draft model's encoder has 32 positions and the target's 64"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _llm(checkpoints("bart")[0], speculative_config=_draft_model(model))
+
+
 def test_drafts_are_looked_up_in_the_prompt_too(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, model = checkpoints("bart")
     llm = _llm(folder, speculative_config=NGRAM)
@@ -351,7 +404,6 @@ def test_what_an_encoder_decoder_model_cannot_do_is_refused(checkpoints: Any) ->
     assert result.outputs[0].finish_reason == "length"
     llm.close()
     for setting in (
-        {"speculative_config": {"method": "draft_model", "model": str(folder)}},
         {"kv_offload_gb": 1.0, "kv_offload_dir": str(folder), "role": "prefill"},
         {"weights_memory_gb": 1.0},
     ):

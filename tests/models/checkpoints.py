@@ -132,6 +132,12 @@ def olmo3(**changes: Any) -> transformers.PreTrainedConfig:
     return transformers.Olmo3Config(**{**LLAMA, "num_hidden_layers": 4, "sliding_window": 7, **changes})
 
 
+def two_ropes(**changes: float) -> dict[str, dict[str, Any]]:
+    """Of OLMo 3: yarn where a layer sees everything."""
+    inside = {"rope_type": "default", "rope_theta": 100.0}
+    return {"full_attention": {**YARN_ROPE, **changes}, "sliding_attention": inside}
+
+
 def gpt_oss(**changes: Any) -> transformers.PreTrainedConfig:
     rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
     basic = {
@@ -299,17 +305,7 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     ),
     "olmo3": olmo3,
     "olmo3-two-ropes-without-groups": lambda: olmo3(
-        num_key_value_heads=6,
-        attention_bias=True,
-        rope_parameters={
-            "full_attention": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
+        num_key_value_heads=6, attention_bias=True, rope_parameters=two_ropes()
     ),
     "gpt-oss": gpt_oss,
     "gpt-oss-multi-query": lambda: gpt_oss(

@@ -21,10 +21,12 @@ from tests.models.checkpoints import (
     VARIANTS,
     llama,
     longrope,
+    olmo3,
     opt,
     prompts,
     reference_logits,
     save,
+    two_ropes,
 )
 from tests.models.paging import Pages, only_native, run_chunked
 
@@ -276,17 +278,27 @@ def test_hyperparameters_that_make_no_sense_are_named(change: dict[str, object],
         describe(config)
 
 
-def test_old_and_new_spellings_of_rope_are_the_same_model(tmp_path: Path) -> None:
-    save(tmp_path, llama(rope_parameters=dict(LLAMA3_ROPE)))
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama(rope_parameters=dict(LLAMA3_ROPE)),
+        olmo3(rope_parameters=two_ropes(attention_factor=1.3, beta_fast=8.0)),
+    ],
+    ids=["llama", "olmo3"],
+)
+def test_old_and_new_spellings_of_rope_are_the_same_model(config: PreTrainedConfig, tmp_path: Path) -> None:
+    reference = save(tmp_path, config)
     (text,) = prompts(40)
     (new,) = run_chunked(load_folder(tmp_path), [text], [40], 16)
+    torch.testing.assert_close(new, reference_logits(reference, text), rtol=1e-4, atol=1e-4)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    parameters = config.pop("rope_parameters")
-    config["rope_theta"] = parameters.pop("rope_theta")
+    written = json.loads(path.read_text())
+    parameters = written.pop("rope_parameters")
+    parameters = parameters.get("full_attention", parameters)
+    written["rope_theta"] = parameters.pop("rope_theta")
     parameters["type"] = parameters.pop("rope_type")
-    config["rope_scaling"] = parameters
-    path.write_text(json.dumps(config))
+    written["rope_scaling"] = parameters
+    path.write_text(json.dumps(written))
     (old,) = run_chunked(load_folder(tmp_path), [text], [40], 16)
     assert torch.equal(new, old)
 

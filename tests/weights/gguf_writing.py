@@ -1,11 +1,15 @@
 """Small GGUF files for tests, written with the gguf library as llama.cpp's converter would."""
 
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 LLAMA_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -114,3 +118,78 @@ def bare_llama(path: Path, *, keys: dict[str, Any] | None = None, **more: Any) -
     """The smallest file that opens: hyperparameters and an embedding."""
     tensors = {"token_embd.weight": torch.arange(320.0).reshape(10, 32), **more.pop("tensors", {})}
     return write(path, "llama", {**LLAMA_KEYS, **(keys or {})}, tensors, **more)
+
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+def roberta_tokenizer(lines: list[str]) -> transformers.RobertaTokenizer:
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    inner.train_from_iterator(lines, trainer)
+    learnt = json.loads(inner.to_str())["model"]
+    return transformers.RobertaTokenizer(learnt["vocab"], [tuple(pair) for pair in learnt["merges"]])
+
+
+def xlmr_tokenizer(lines: list[str]) -> transformers.XLMRobertaTokenizer:
+    """Its table folds tabs and line ends to spaces, and two letters to others."""
+    inner = Tokenizer(models.Unigram())
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    inner.train_from_iterator(lines, trainer)
+    learnt = json.loads(inner.to_str())["model"]["vocab"]
+    # GGUF keeps float32, in which equal cuts may differ in the last bit
+    vocabulary = [(token, float(np.float32(score))) for token, score in learnt]
+    table = folding_table({"\n": " ", "\t": " ", "\r": " ", "ß": "ss", "Å": "a"})
+    return transformers.XLMRobertaTokenizer(vocabulary, _spm_precompiled_charsmap=table)
+
+
+def folding_table(folds: dict[str, str]) -> bytes:
+    """SentencePiece's precompiled_charsmap: a double array of units for the keys' bytes, then the values."""
+    units = dict.fromkeys(range(256 * 2 * sum(len(key.encode()) + 1 for key in folds)), 0)
+    values, bases = b"", {b"": 256}
+    units[0] = 256 << 10
+    for key, value in folds.items():
+        encoded = key.encode()
+        for end in range(1, len(encoded) + 1):
+            before, byte = bases[encoded[: end - 1]], encoded[end - 1]
+            base = bases.setdefault(encoded[:end], 256 * (len(bases) + 1))
+            units[before ^ byte] |= byte | (((before ^ byte) ^ base) << 10)
+        units[before ^ byte] |= 1 << 8
+        units[base] = 1 << 31 | len(values)
+        values += value.encode() + b"\0"
+    array = np.array(list(units.values()), np.uint32).tobytes()
+    return np.uint32(len(array)).tobytes() + array + values
+
+
+def tokenizer_metadata(tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """As the converter writes the tokenizers of RoBERTa and XLM-R."""
+    tokenizer.save_pretrained(folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(len(tokenizer))]
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=len(tokens))
+    facts = {
+        "tokens": tokens,
+        "token_type": [2 if token == "<unk>" else 3 if token in SPECIAL else 1 for token in tokens],
+        **{f"add_{name}_token": added for name, added in special.add_special_token.items()},
+    }
+    spelled = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+    ids = special.special_token_ids
+    facts |= {f"{spelled.get(name, name)}_token_id": token_id for name, token_id in ids.items()}
+    if document["model"]["type"] == "BPE":
+        facts |= {"model": "gpt2", "pre": "roberta-bpe", "merges": special.merges}
+        facts["token_type"][SPECIAL.index("<unk>")] = 3
+    else:
+        table = base64.b64decode(document["normalizer"]["precompiled_charsmap"])
+        facts |= {"model": "t5", "pre": "default", "precompiled_charsmap": list(table)}
+        facts["scores"] = [score for _, score in document["model"]["vocab"]]
+        facts |= {"add_space_prefix": True, "remove_extra_whitespaces": True}
+    return {"general.architecture": "bert"} | {
+        f"tokenizer.ggml.{name}": value for name, value in facts.items()
+    }

@@ -21,7 +21,7 @@ from quire.weights.gguf import ARCHITECTURES, GgufSource
 from tests.models import checkpoints, encoder_folders, seq2seq
 from tests.models.checkpoints import prompts, reference_logits, save
 from tests.models.paging import run_chunked
-from tests.weights.gguf_writing import permuted, write
+from tests.weights.gguf_writing import permuted, roberta_tokenizer, tokenizer_metadata, write, xlmr_tokenizer
 
 ARCH = gguf.MODEL_ARCH
 RMS = "attention.layer_norm_rms_epsilon"
@@ -36,6 +36,14 @@ FAMILIES: dict[str, tuple[gguf.MODEL_ARCH, transformers.PreTrainedConfig]] = {
     "granite": (ARCH.GRANITE, checkpoints.granite(tie_word_embeddings=True)),
     "olmo2": (ARCH.OLMO2, checkpoints.olmo2()),
     "olmo3": (ARCH.OLMO2, checkpoints.olmo3()),
+    "olmo3-yarn": (
+        ARCH.OLMO2,
+        checkpoints.olmo3(rope_parameters=checkpoints.two_ropes(attention_factor=1.3, beta_fast=8.0)),
+    ),
+    "olmo3-yarn-of-2025": (
+        ARCH.OLMO2,
+        checkpoints.olmo3(rope_parameters=checkpoints.two_ropes(attention_factor=1.3)),
+    ),
     "smollm3": (ARCH.SMOLLM3, checkpoints.smollm3(num_hidden_layers=5, no_rope_layer_interval=4)),
     "gemma": (ARCH.GEMMA, checkpoints.gemma()),
     "gemma2": (ARCH.GEMMA2, checkpoints.gemma2(query_pre_attn_scalar=12)),
@@ -135,6 +143,15 @@ def keys_of(arch: gguf.MODEL_ARCH, config: Any) -> dict[str, Any]:
         keys |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
     if arch is ARCH.GPTNEOX:
         keys["use_parallel_residual"] = config.use_parallel_residual
+    if (
+        full.get("rope_type") == "yarn" and arch is ARCH.OLMO2
+    ):  # older conversions wrote less, by another name
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": full["factor"]}
+        keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+        newer = "beta_fast" in full
+        keys[f"rope.scaling.{'yarn_' * newer}attn_factor"] = full["attention_factor"]
+        if newer:
+            keys["rope.scaling.yarn_beta_fast"] = full["beta_fast"]
     if full.get("rope_type") == "longrope":
         keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
         keys["rope.scaling.attn_factor"] = full["attention_factor"]
@@ -338,32 +355,47 @@ def test_a_converted_gpt_oss_is_the_model(mxfp4: bool, tmp_path: Path, empty_cac
     torch.testing.assert_close(found, reference_logits(model, text), rtol=1e-4, atol=1e-4)
 
 
-def written_encoder(folder: Path, arch: gguf.MODEL_ARCH, config: Any, extra: dict[str, Any]) -> Path:
+def written_encoder(
+    folder: Path, config: Any, extra: dict[str, Any], kind: gguf.GGMLQuantizationType | None = None
+) -> Path:
+    arch = ARCH.MODERN_BERT if config.model_type == "modernbert" else ARCH.BERT
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    tensors = {}
+    tensors, raw = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
+        name = name.removeprefix("model.").removeprefix(f"{config.model_type.replace('-', '_')}.")
+        name = name.removeprefix("roberta.")
         if "pooler" in name or "position_ids" in name:
             continue
-        if "position_embeddings" in name and config.model_type != "bert":  # begins with the first token's
+        if "position_embeddings" in name and "roberta" in config.model_type:  # begins with the first token's
             tensor = tensor[config.pad_token_id + 1 :]
-        new = names.get_name(name.removeprefix("model."), try_suffixes=(".weight", ".bias"))
+        if name.startswith("classifier.") and name.count(".") == 1:
+            name = name.replace("classifier", "classifier.out_proj")
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new is not None, name
+        if new in ("token_types.weight", "cls.output.weight") and len(tensor) == 1:  # as in files of 2024
+            tensor = tensor[0]
         tensors[new] = tensor
+    if kind is not None:  # the converter leaves these as they are
+        small = {name: tensors.pop(name) for name in ("position_embd.weight", "cls.output.weight")}
+        raw = {name: (tensor.numpy(), gguf.GGMLQuantizationType.F32) for name, tensor in small.items()}
     keys = {
         "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "hidden_dim", None) or config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.causal": False,
-        "pooling_type": int(gguf.PoolingType.CLS),
+        "pooling_type": int(gguf.PoolingType.RANK if "cls.weight" in tensors else gguf.PoolingType.CLS),
+        "context_length": config.max_position_embeddings,
+        CENTRED: getattr(config, "norm_eps", None) or getattr(config, "layer_norm_eps", 1e-12),
     }
+    if "cls.weight" in tensors and config.num_labels != 2:
+        keys["classifier.output_labels"] = [config.id2label[i] for i in range(config.num_labels)]
     if arch is ARCH.MODERN_BERT:
         keys |= {"attention.sliding_window": config.local_attention, "attention.sliding_window_pattern": 2}
-        keys |= {CENTRED: config.norm_eps, "context_length": config.max_position_embeddings}
         keys |= {"rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0}
-    else:
-        keys |= {CENTRED: config.layer_norm_eps, "context_length": len(tensors["position_embd.weight"])}
-    return write(folder / "m.gguf", gguf.MODEL_ARCH_NAMES[arch], keys, tensors, extra=extra)
+    elif "roberta" in config.model_type:
+        keys["context_length"] -= config.pad_token_id + 1
+    return write(folder / "m.gguf", gguf.MODEL_ARCH_NAMES[arch], keys, tensors, kind, raw, extra)
 
 
 def word_pieces(words: tuple[str, ...]) -> dict[str, Any]:
@@ -380,47 +412,92 @@ def word_pieces(words: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "modern-bert"])
+def encoder(family: str, task: str, folder: Path, **changes: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """A saved model for "Model" or "ForSequenceClassification", its tokenizer, and this one's metadata."""
+    lines = ["the cats sat on a red mat.", "what is running?"] * 4
+    if "Roberta" in family:
+        tokenizer = (xlmr_tokenizer if family == "XLMRoberta" else roberta_tokenizer)(lines)
+        facts = tokenizer_metadata(tokenizer, folder / "tokenizer")
+        del facts["general.architecture"]
+        changes |= {"vocab_size": len(tokenizer), "pad_token_id": 1, "type_vocab_size": 1}
+    else:
+        (folder / "vocab.txt").write_text("\n".join(encoder_folders.WORDS))
+        tokenizer, facts = encoder_folders.tokenizer_of(folder), word_pieces(encoder_folders.WORDS)
+        changes |= {"pad_token_id": 0}
+    if family == "ModernBert":
+        changes |= {"local_attention": 8, "global_attn_every_n_layers": 2, "classifier_pooling": "mean"}
+    sizes = {**encoder_folders.SIZES}
+    if family == "DistilBert":
+        sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 40}
+        sizes |= {"vocab_size": len(encoder_folders.WORDS), "initializer_range": 0.4}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}{task}")(config).eval()
+    model.save_pretrained(folder)
+    return model, tokenizer, facts
+
+
+FAMILIES_OF_ENCODERS = ["Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_ENCODERS)
 def test_a_converted_encoder_gives_the_vectors_of_transformers(
     family: str, tmp_path: Path, empty_cache: Path
 ) -> None:
-    arch = ARCH.MODERN_BERT if family == "modern-bert" else ARCH.BERT
-    config: Any = encoder_folders.bert()
-    kind: Any = transformers.BertModel
-    if family == "roberta":
-        config = transformers.RobertaConfig(**encoder_folders.SIZES, pad_token_id=0, type_vocab_size=1)
-        kind = transformers.RobertaModel
-    elif family == "modern-bert":
-        config = transformers.ModernBertConfig(
-            **encoder_folders.SIZES, local_attention=8, global_attn_every_n_layers=2, pad_token_id=0
-        )
-        kind = transformers.ModernBertModel
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    model.save_pretrained(tmp_path)
-    path = written_encoder(tmp_path, arch, config, word_pieces(encoder_folders.WORDS))
-    texts = ["The cats sat on a red mat.", "what is running?"]
+    model, tokenizer, facts = encoder(family, "Model", tmp_path)
+    path = written_encoder(tmp_path, model.config, facts)
+    texts = ["The cats sat on a red mat.", "what is\n running?"]
     with Embedder(str(path), quantization="none", dtype="float32") as embedder:
         found = torch.tensor(embedder.embed(texts, use_tqdm=False))
-    (tmp_path / "vocab.txt").write_text("\n".join(encoder_folders.WORDS))
-    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
     for text, vector in zip(texts, found, strict=True):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         with torch.inference_mode():
             first = model(ids).last_hidden_state[0, 0]
-        expected = first / first.norm()
-        torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(vector, first / first.norm(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_classifier_and_a_distilbert_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES_OF_ENCODERS[1:])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_converted_classifier_gives_the_scores_of_transformers(
+    family: str, num_labels: int, tmp_path: Path, empty_cache: Path
+) -> None:
+    names = {0: "yes"} if num_labels == 1 else encoder_folders.LABELS
+    model, tokenizer, facts = encoder(family, "ForSequenceClassification", tmp_path, id2label=names)
+    path = written_encoder(tmp_path, model.config, facts)
+    with Embedder(str(path), quantization="none", dtype="float32") as embedder, torch.inference_mode():
+        if num_labels == 1:
+            documents = ["the cats sat.", "a red\n mat"]
+            found = torch.tensor(embedder.score("what is  running?", documents, use_tqdm=False))
+            pairs = [tokenizer("what is  running?", text, return_tensors="pt") for text in documents]
+            expected = torch.cat([model(**pair).logits[0].sigmoid() for pair in pairs])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        else:
+            (found,) = embedder.classify("a red mat.", use_tqdm=False)
+            expected = model(**tokenizer("a red mat.", return_tensors="pt")).logits[0].softmax(-1)
+            assert found.label == names[int(expected.argmax())]
+            torch.testing.assert_close(torch.tensor(found.probs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_classifier_in_blocks_has_its_head_in_floats(tmp_path: Path, empty_cache: Path) -> None:
+    changes = {"intermediate_size": 64, "num_labels": 2}
+    model, tokenizer, facts = encoder("Roberta", "ForSequenceClassification", tmp_path, **changes)
+    path = written_encoder(tmp_path, model.config, facts, gguf.GGMLQuantizationType.Q8_0)
+    with Embedder(str(path), quantization="none", dtype="float32") as embedder, torch.inference_mode():
+        (found,) = embedder.classify("the red cats", use_tqdm=False)
+        expected = model(**tokenizer("the red cats", return_tensors="pt")).logits[0].softmax(-1)
+    assert found.label == f"LABEL_{int(expected.argmax())}"
+    torch.testing.assert_close(torch.tensor(found.probs), expected, rtol=0, atol=0.05)
+
+
+def test_a_classifier_without_one_of_its_matrices_is_refused(tmp_path: Path) -> None:
     keys = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "attention.head_count": 1}
-    keys |= {CENTRED: 1e-12, "context_length": 8}
-    table = {"token_embd.weight": torch.zeros(4, 8)}
-    with pytest.raises(ModelError, match=r"no token_types\.weight, as in DistilBERT"):
-        GgufSource(write(tmp_path / "d.gguf", "bert", keys, table))
-    head = {"cls.output.weight": torch.zeros(2, 8)}
-    with pytest.raises(ModelError, match="a classifier's head, which is not read from GGUF"):
-        GgufSource(write(tmp_path / "c.gguf", "bert", keys, {**table, **head}))
+    keys |= {CENTRED: 1e-12, "context_length": 8, "classifier.output_labels": ["a", "b", "c"]}
+    tensors = {"token_embd.weight": torch.zeros(4, 8), "cls.output.weight": torch.zeros(2, 8)}
+    with pytest.raises(ModelError, match=r"conversion of BERT leaves out the other, the pooler's"):
+        GgufSource(write(tmp_path / "c.gguf", "bert", keys, tensors))
+    tensors["cls.weight"] = torch.zeros(8, 8)
+    with pytest.raises(ModelError, match=r"3 classifier\.output_labels for 2 classes"):
+        GgufSource(write(tmp_path / "d.gguf", "bert", keys, tensors))
 
 
 def test_the_table_of_architectures_names_what_is_read_from_gguf() -> None:

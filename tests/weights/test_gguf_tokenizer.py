@@ -25,7 +25,7 @@ from quire.weights.builtin import BUILTIN
 from quire.weights.gguf import GgufSource
 from quire.weights.gguf_file import GgufFile
 from quire.weights.gguf_tokenizer import tokenizer_text
-from tests.weights.gguf_writing import bare_llama
+from tests.weights.gguf_writing import bare_llama, roberta_tokenizer, tokenizer_metadata, xlmr_tokenizer
 
 CORPUS = [
     "it's 12345 o'clock, and THEY'RE here!\r\n\n  Voilà — größer 日本語 \t tab  ",
@@ -209,6 +209,45 @@ def test_unigram_tokenizers_agree(unigrams: tuple[Tokenizer, Tokenizer], text: s
     ids = theirs.encode(text).ids
     assert ours.encode(text).ids == ids
     assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.fixture(scope="module", params=[roberta_tokenizer, xlmr_tokenizer])
+def of_encoders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Tokenizer]:
+    theirs = request.param(CORPUS)
+    facts = tokenizer_metadata(theirs, tmp_path_factory.mktemp("tokenizer"))
+    return theirs.backend_tokenizer, Tokenizer.from_str(tokenizer_text(facts))
+
+
+@given(text=TEXT)
+def test_tokenizers_of_encoders_agree(of_encoders: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    theirs, ours = of_encoders
+    for texts in ((text,), (text, "a  fox\n ßÅ"), ("abba", text)):
+        expected, found = theirs.encode(*texts), ours.encode(*texts)
+        assert found.ids == expected.ids
+        assert found.type_ids == expected.type_ids
+    assert ours.decode(expected.ids) == theirs.decode(expected.ids)
+
+
+def test_a_tokenizer_of_modernbert_agrees() -> None:
+    theirs = byte_level("gpt-2")
+    theirs.normalizer = normalizers.NFC()
+    around = {"single": "<|im|> $A <|end|>", "pair": "<|im|> $A <|end|> $B:1 <|end|>:1"}
+    theirs.post_processor = processors.TemplateProcessing(
+        **around, special_tokens=[("<|im|>", 1), ("<|end|>", 0)]
+    )
+    facts = metadata(theirs, model="gpt2", pre="modern-bert", cls_token_id=1, seperator_token_id=0)
+    ours = Tokenizer.from_str(tokenizer_text(facts | {"general.architecture": "modern-bert"}))
+    for texts in ((CORPUS[0],), (CORPUS[1], "A\u0301 \u00c5 12")):
+        expected, found = theirs.encode(*texts), ours.encode(*texts)
+        assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+
+
+def test_a_table_that_folds_characters_is_read(tmp_path: Path) -> None:
+    facts = tokenizer_metadata(xlmr_tokenizer(CORPUS), tmp_path)
+    normalizer = Tokenizer.from_str(tokenizer_text(facts)).normalizer
+    assert normalizer.normalize_str("gr\tß Å") == "gr ss a"
 
 
 def test_tokens_that_users_added_are_not_special() -> None:

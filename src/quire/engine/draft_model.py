@@ -36,6 +36,7 @@ class _Drafting:
     room: DraftRoom
     progress: _Progress
     is_drawn: bool  # its tokens are drawn, for rejection sampling
+    decoder_start: int  # where its decoder's tokens begin; 0 without an encoder
     levels: list[Ints] = field(default_factory=list)
 
     @property
@@ -50,7 +51,9 @@ class _Drafting:
         """What it computes next: known tokens, as many as the budget allows, or the level that was drafted last."""
         computed = self.progress.num_computed
         if not self.levels:
-            return _DraftRow(self, computed, min(self.num_known - computed, budget), None)
+            count = min(self.num_known - computed, budget)
+            cut = computed + count < self.decoder_start  # which an encoder's input must not be
+            return _DraftRow(self, computed, 0 if cut else count, None)
         if self.width == 1 and not self.is_drawn:
             return _DraftRow(self, computed, 1, None)
         num_before = (len(self.levels) - 1) * self.width
@@ -88,15 +91,18 @@ class _DraftRow:
 class DraftModel:
     """Draws with the request's own parameters and random numbers: where both models agree, so do their tokens.
 
-    It reads a sequence's tokens itself, when it first drafts for it and after a preemption; a wrong page could make
-    a draft worse, never an answer.
+    It reads a sequence's tokens itself, when it first drafts for it and after a preemption, and its encoder reads a
+    request's prompt for all its samples; a wrong page could make a draft worse, never an answer.
     """
 
     guesses = False
 
-    def __init__(self, runner: StepRunner, max_num_batched_tokens: int, draws: bool = False) -> None:
+    def __init__(
+        self, runner: StepRunner, max_num_batched_tokens: int, draws: bool = False, block_size: int = 1
+    ) -> None:
         """`draws`: tokens of requests without a seed are drawn from its own distribution, for rejection sampling."""
         self._runner = runner
+        self._block_size = block_size
         self._draws = draws
         self._max_tokens = max_num_batched_tokens
         self._progress_of: dict[str, dict[int, _Progress]] = {}
@@ -121,9 +127,7 @@ class DraftModel:
         return length * median(self._pass_seconds) if self._pass_seconds else 0.0
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
-        drafts = [
-            _Drafting(room, self._progress(room.sequence), self._draws and may_draw(room)) for room in rooms
-        ]
+        drafts = [self._drafting(room) for room in rooms]
         try:
             self._read(drafts)
             while unfinished := [
@@ -143,6 +147,10 @@ class DraftModel:
     def close(self) -> None:
         self._runner.close()
 
+    def _drafting(self, room: DraftRoom) -> _Drafting:
+        start = -(-room.sequence.request.num_encoder_tokens // self._block_size) * self._block_size
+        return _Drafting(room, self._progress(room.sequence), self._draws and may_draw(room), start)
+
     def _progress(self, sequence: Sequence) -> _Progress:
         """A preempted sequence has other blocks; a refused draft is read again from where it went wrong."""
         of_request = self._progress_of.setdefault(sequence.request.request_id, {})
@@ -155,18 +163,33 @@ class DraftModel:
 
     def _read(self, drafts: list[_Drafting]) -> None:
         """Computes all known tokens, in as many steps as needed; the last of each gives the first drafted tokens."""
-        starts = tuple(_row_start(draft.room) for draft in drafts)
         waiting = list(drafts)
         while waiting:
-            budget, parts = self._max_tokens, []
+            budget, parts = self._max_tokens, list[_DraftRow]()
+            encoding = set[str]()  # requests
             for draft in waiting:
+                request_id = draft.room.sequence.request.request_id
+                if not self._is_encoded(draft):
+                    if request_id in encoding:
+                        continue
+                    encoding.add(request_id)
                 part = draft.next_step(budget)
                 if part.count:
                     parts.append(part)
                     budget -= part.count
-            self._run(parts, starts)
-            starts = ()
+            # a row whose prompt is encoded starts in the same step
+            self._run(parts, tuple(_row_start(part.draft.room) for part in parts))
             waiting = [draft for draft in waiting if not (draft.levels or draft.progress.is_broken)]
+
+    def _is_encoded(self, draft: _Drafting) -> bool:
+        """Whether the prompt is, by this sequence or by another of its request, which has the encoder's blocks too."""
+        own, start, request = draft.progress, draft.decoder_start, draft.room.sequence.request
+        if own.num_computed < start and any(
+            other.num_computed >= start and other.num_preemptions == own.num_preemptions
+            for other in self._progress_of[request.request_id].values()
+        ):
+            own.num_computed = start
+        return own.num_computed >= start
 
     def _extend(self, drafts: list[_Drafting]) -> None:
         parts: list[_DraftRow] = []

@@ -170,16 +170,16 @@ class Architecture:
 
 # Encoders take whole texts: for a vector, masked tokens, or classes.
 _KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
-_GGUF_ENCODERS = {f"{family}Model": "bert" for family in ("Bert", "Roberta", "XLMRoberta")}
-_GGUF_ENCODERS["ModernBertModel"] = "modern-bert"  # without heads
+_GGUF_ENCODERS = {"bert": "bert", "modernbert": "modern-bert"}  # by the file in models/
 _ENCODERS = {
     f"{family}{kind}": Architecture(
-        "modernbert" if family == "ModernBert" else "bert",
+        file,
         "embeddings, masked words, classes",
-        _GGUF_ENCODERS.get(f"{family}{kind}", ""),
+        "" if kind == "ForMaskedLM" else _GGUF_ENCODERS[file],
         task="embed",
     )
     for family in ("Bert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
+    for file in ("modernbert" if family == "ModernBert" else "bert",)
     for kind in _KINDS
 }
 KNOWN: Mapping[str, Architecture] = {

@@ -260,7 +260,9 @@ class _Keys:
         return f"{prefix}{suffix}" in self.file.tensors
 
     def rows(self, name: str) -> int:
-        return self.file.tensors[name].shape[0]
+        """Of a matrix; older conversions wrote one of a single row as a vector."""
+        shape = self.file.tensors[name].shape
+        return shape[0] if len(shape) > 1 else 1
 
     def floats(self, name: str) -> np.ndarray | None:
         """A small tensor of float32, None where the file has none of this name."""
@@ -427,9 +429,10 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
         original = keys.get("rope.scaling.original_context_length")
         if original:
             scaling["original_max_position_embeddings"] = int(original)
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if keys.get(f"rope.scaling.{theirs}") is not None:
-                scaling[ours] = keys.number(f"rope.scaling.{theirs}")
+        names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+        for ours, theirs in names.items():
+            if keys.get(f"rope.scaling.yarn_{theirs}") is not None:
+                scaling[ours] = keys.number(f"rope.scaling.yarn_{theirs}")
         if keys.get("rope.scaling.attn_factor") is not None:
             # GGUF multiplies yarn's own attention factor by this one; config.json holds the product.
             own = 0.1 * math.log(factor) + 1.0
@@ -505,6 +508,8 @@ _DERIVED = ("rope_freqs", "attn_rot_embd", *DERIVED)  # follow from the config; 
 def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -> str | None:
     """The canonical name; None for a tensor that no checkpoint has; ModelError for an unknown one."""
     stem, _, suffix = name.rpartition(".")
+    if config.get("model_type") == "distilbert":
+        architecture = "distilbert"
     top = TOPS.get(architecture, _LLAMA_TOP)
     block = {**_LLAMA_BLOCK, **block_names(architecture, config)}
     half, _, rest = stem.partition("blk.")  # T5 has "enc." and "dec." in front

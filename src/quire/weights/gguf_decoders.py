@@ -171,37 +171,33 @@ def t5_config(keys: Metadata) -> Config:
 
 
 def encoder_config(keys: Metadata) -> Config:
-    """BERT; RoBERTa too, whose table of positions begins with the first token's in GGUF; or ModernBERT."""
-    for head in ("cls.weight", "cls.output.weight"):
-        if keys.has(head, ""):
-            raise keys.error(
-                f"{head} is a classifier's head, which is not read from GGUF: use the Hugging Face folder"
-            )
-    sizes = {
-        "hidden_size": keys.number("embedding_length"),
-        "intermediate_size": keys.number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
-        "num_attention_heads": keys.number("attention.head_count"),
-        "max_position_embeddings": keys.number("context_length"),
-    }
+    """BERT; RoBERTa too, whose table of positions begins with the first token's in GGUF, and whose classifier is BERT's
+    by other names; DistilBERT, which has no token types; or ModernBERT."""
+    hidden, inner = keys.number("embedding_length"), keys.number("feed_forward_length")
+    layers, heads = keys.number("block_count"), keys.number("attention.head_count")
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "max_position_embeddings": keys.number("context_length")}
+    kind, head = _classifier(keys)
     eps = keys.number("attention.layer_norm_epsilon")
+    if keys.architecture == "bert" and not keys.has("token_types.weight", ""):
+        distil = {"dim": hidden, "hidden_dim": inner, "n_layers": layers, "n_heads": heads}
+        config = {**sizes, **distil, "architectures": [f"DistilBert{kind}"], "model_type": "distilbert"}
+        return {**config, **head, "layer_norm_eps": eps}
     if keys.architecture == "bert":
-        if not keys.has("token_types.weight", ""):
-            raise keys.error(
-                "no token_types.weight, as in DistilBERT: not read from GGUF, use the Hugging Face folder"
-            )
         return {
-            "architectures": ["BertModel"],
+            "architectures": [f"Bert{kind}"],
             "model_type": "bert",
             **sizes,
+            **head,
             "layer_norm_eps": eps,
             "type_vocab_size": keys.rows("token_types.weight"),
             "hidden_act": "gelu",
         }
     return {
-        "architectures": ["ModernBertModel"],
+        "architectures": [f"ModernBert{kind}"],
         "model_type": "modernbert",
         **sizes,
+        **head,
         "norm_eps": eps,
         "norm_bias": keys.has("output_norm.bias", ""),
         "attention_bias": keys.has("attn_qkv.bias"),
@@ -212,6 +208,28 @@ def encoder_config(keys: Metadata) -> Config:
         "local_rope_theta": keys.number("rope.freq_base_swa", 10000.0),
         "hidden_activation": "gelu",
     }
+
+
+def _classifier(keys: Metadata) -> tuple[str, Config]:
+    """The end of the architecture's name, and what config.json has of the classes."""
+    parts = [name for name in ("cls.weight", "cls.output.weight") if keys.has(name, "")]
+    if not parts:
+        return "Model", {}
+    if len(parts) == 1:
+        raise keys.error(
+            f"{parts[0]} is one of the two matrices of a classifier: the conversion of BERT leaves out the other, "
+            "the pooler's, without which scores are not the model's: use the Hugging Face folder"
+        )
+    count, names = keys.rows("cls.output.weight"), keys.get("classifier.output_labels")
+    labels = [f"LABEL_{i}" for i in range(count)] if names is None else list(names)
+    if len(labels) != count:
+        raise keys.error(
+            f"{len(labels)} classifier.output_labels for {count} classes: convert the model again"
+        )
+    # Of ModernBERT; its files do not say which tokens are pooled, and llama.cpp takes all.
+    pooling = "cls" if keys.get("pooling_type") == 2 else "mean"
+    head = {"classifier_pooling": pooling, "classifier_bias": keys.has("cls.bias", "")}
+    return "ForSequenceClassification", {"id2label": dict(enumerate(labels)), **head}
 
 
 # By GGUF's name: the architecture, its model_type, and what its config.json has beside the usual sizes.
@@ -245,18 +263,24 @@ _TRANSFORMER = {
     "output": "lm_head",
 }
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_BERT = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "cls.output": "classifier",
+}
 # Names of the modules outside the layers, and of those in them, where these are not Llama's.
 TOPS: Mapping[str, Mapping[str, str]] = {
-    "bert": {
-        "token_embd": "embeddings.word_embeddings",
-        "position_embd": "embeddings.position_embeddings",
-        "token_types": "embeddings.token_type_embeddings",
-        "token_embd_norm": "embeddings.LayerNorm",
-    },
+    "bert": {**_BERT, "cls": "pooler.dense"},
+    "distilbert": {**_BERT, "cls": "pre_classifier"},
     "modern-bert": {
         "token_embd": "model.embeddings.tok_embeddings",
         "token_embd_norm": "model.embeddings.norm",
         "output_norm": "model.final_norm",
+        "cls": "head.dense",
+        "cls.norm": "head.norm",
+        "cls.output": "classifier",
     },
     "bloom": {**_TRANSFORMER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
     "falcon": _TRANSFORMER,
@@ -282,6 +306,16 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
         "ffn_up": "intermediate.dense",
         "ffn_down": "output.dense",
         "layer_output_norm": "output.LayerNorm",
+    },
+    "distilbert": {
+        "attn_q": "attention.q_lin",
+        "attn_k": "attention.k_lin",
+        "attn_v": "attention.v_lin",
+        "attn_output": "attention.out_lin",
+        "attn_output_norm": "sa_layer_norm",
+        "ffn_up": "ffn.lin1",
+        "ffn_down": "ffn.lin2",
+        "layer_output_norm": "output_layer_norm",
     },
     "modern-bert": {
         "attn_norm": "attn_norm",
@@ -310,6 +344,7 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
 }
 PREFIXES = {
     "bert": "encoder.layer",
+    "distilbert": "transformer.layer",
     "bloom": "transformer.h",
     "falcon": "transformer.h",
     "gptneox": "gpt_neox.layers",
@@ -354,6 +389,8 @@ def family_layout(
         return _grouped(tensor, config["num_attention_heads"], config["num_key_value_heads"])
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return tensor - 1
+    if name in ("token_types.weight", "cls.output.weight"):
+        return tensor.reshape(-1, tensor.shape[-1])  # older conversions dropped a dimension of size one
     return tensor
 
 

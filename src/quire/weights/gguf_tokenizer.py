@@ -13,11 +13,13 @@ from typing import Any
 from quire.core.errors import ModelError
 from quire.weights.gguf_file import token_id_of
 
-VERSION = 2  # part of the cache key: raise it when the same metadata gives another text
+VERSION = 3  # part of the cache key: raise it when the same metadata gives another text
 
 # tokenizer.ggml.token_type, the same as in a SentencePiece model
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"  # SentencePiece writes a space as this
+# By architecture, where texts have both ends marked: what a second text begins with, of RoBERTa and of ModernBERT.
+_ENCODERS = {"bert": "eos", "modern-bert": ""}
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -51,6 +53,7 @@ _QWEN2 = _Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", compose=True)
 
 _SPLITS = {
     "default": _PLAIN,
+    "modern-bert": _Split(compose=True),
     "gpt-2": _PLAIN,
     "phi-2": _PLAIN,
     "olmo": _PLAIN,
@@ -200,14 +203,16 @@ def _unigram(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -
     if folding is not None and len(folding):
         table = base64.b64encode(bytes(int(byte) & 0xFF for byte in folding)).decode()
         normalizers.append({"type": "Precompiled", "precompiled_charsmap": table})
-    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+    encodes = metadata.get("general.architecture") in _ENCODERS  # XLM-R divides texts at white space first
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True) and not encodes:
         normalizers.append({"type": "Strip", "strip_left": False, "strip_right": True})
         normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": _SPACE})
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     spaces = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always" if prefixed else "never"}
+    words = [*([{"type": "WhitespaceSplit"}] if encodes else []), {**spaces, "split": True}]
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": {**spaces, "split": True},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": words},
         "post_processor": _post_processor(metadata, tokens, False),
         "decoder": {**spaces, "split": True},
         "model": {
@@ -257,8 +262,7 @@ def _word_piece(metadata: Mapping[str, Any], words: list[str], types: list[int])
     )
 
     def named(keys: tuple[str, ...], word: str) -> int:
-        token_ids = (token_id_of(metadata, key) for key in keys)
-        known = next((token_id for token_id in token_ids if token_id is not None), None)
+        known = _first_id(metadata, *keys)
         if known is None and word not in words:
             raise ModelError(f"GGUF tokenizer 'bert' names no {keys[0]} token: convert the model again")
         return words.index(word) if known is None else known
@@ -274,7 +278,7 @@ def _word_piece(metadata: Mapping[str, Any], words: list[str], types: list[int])
             "lowercase": not cased,
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": _template(words, around, first_only=True),
+        "post_processor": _template(words, around, ""),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
@@ -312,28 +316,36 @@ def _post_processor(
     metadata: Mapping[str, Any], tokens: list[str], bos_by_default: bool
 ) -> dict[str, Any] | None:
     """Puts the start and end tokens around a text, where the model wants them."""
-    wanted = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_by_default),
-        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
-    }
+    second = _ENCODERS.get(str(metadata.get("general.architecture")))
+    encodes = second is not None
     ids: dict[str, int] = {}
-    for word, added in wanted.items():
-        token_id = token_id_of(metadata, word)
+    for word, other, by_default in (("bos", "cls", bos_by_default), ("eos", "seperator", False)):
+        token_id = _first_id(metadata, *([other] if encodes else []), word)
+        added = metadata.get(f"tokenizer.ggml.add_{word}_token", by_default or encodes)
         if added and token_id is not None and token_id < len(tokens):
             ids[word] = token_id
-    return _template(tokens, ids) if ids else None
+    return _template(tokens, ids, "bos" if second is None else second) if ids else None
 
 
-def _template(tokens: list[str], ids: Mapping[str, int], first_only: bool = False) -> dict[str, Any]:
-    """`ids`: of bos and eos, each where it is wanted; `first_only`: a second text has no bos of its own."""
+def _first_id(metadata: Mapping[str, Any], *names: str) -> int | None:
+    """Of the first of these special tokens that the file has."""
+    token_ids = (token_id_of(metadata, name) for name in names)
+    return next((token_id for token_id in token_ids if token_id is not None), None)
+
+
+def _template(tokens: list[str], ids: Mapping[str, int], second: str) -> dict[str, Any]:
+    """`ids`: of bos and eos, each where it is wanted; `second`: which of them a second text begins with. Texts that
+    are divided by two of one token have no types of their own."""
 
     def around(*sequences: str) -> list[dict[str, Any]]:
         template: list[dict[str, Any]] = []
-        for kind, sequence in enumerate(sequences):
-            begins = "bos" in ids and not (kind and first_only)
-            before = [{"SpecialToken": {"id": tokens[ids["bos"]], "type_id": kind}}] if begins else []
-            after = [{"SpecialToken": {"id": tokens[ids["eos"]], "type_id": kind}}] if "eos" in ids else []
-            template += [*before, {"Sequence": {"id": sequence, "type_id": kind}}, *after]
+        for index, sequence in enumerate(sequences):
+            kind = 0 if second == "eos" else index
+            for word in (second if index else "bos", sequence, "eos"):
+                if word == sequence:
+                    template.append({"Sequence": {"id": sequence, "type_id": kind}})
+                elif word in ids:
+                    template.append({"SpecialToken": {"id": tokens[ids[word]], "type_id": kind}})
         return template
 
     special = {

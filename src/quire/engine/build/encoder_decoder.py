@@ -14,11 +14,7 @@ def encoder_decoder_config(
 ) -> EngineConfig:
     """A step that is not limited by the settings holds the longest prompt beside all decodes: an encoder takes its
     input in one step. Raises ConfigError for settings that these models cannot have."""
-    memory, speculative = config.memory, config.speculative_config
-    if speculative is not None and speculative.method == "draft_model":
-        raise ConfigError(
-            "speculative_config: method draft_model is not available for encoder-decoder models: choose ngram"
-        )
+    memory = config.memory
     refused = {
         "pin_prefix": memory.pin_prefix,
         f"role={memory.role!r}": memory.role != "both",

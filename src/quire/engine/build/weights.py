@@ -206,7 +206,8 @@ def make_proposer(
     pool = Pool(layout, size.num_blocks + 1, precision.device)
     limits = runner_limits(plan, scheduler, model, precision)
     built = build_runner(model, pool, limits, precision.device, proposals)
-    return DraftModel(built.runner, limits.max_num_batched_tokens, draws=proposals is not None)
+    draws = proposals is not None
+    return DraftModel(built.runner, limits.max_num_batched_tokens, draws, size.block_size)
 
 
 def _check_fits(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
@@ -215,6 +216,20 @@ def _check_fits(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> 
             f"the draft model has a vocabulary of {draft.vocab_size} tokens and the target one of "
             f"{target.vocab_size}: choose a draft model with the target's tokenizer"
         )
+    ours, theirs = draft.encoder, target.encoder
+    if (ours is None) != (theirs is None):
+        raise ConfigError(
+            f"the draft model is {draft.architecture} and the target {target.architecture}: both must have an encoder, "
+            "or neither"
+        )
+    if ours is not None and theirs is not None:
+        halves = (ours.max_tokens, theirs.max_tokens), (ours.max_outputs, theirs.max_outputs)
+        for half, (own, of_target) in zip(("encoder", "decoder"), halves, strict=True):
+            if own < min(of_target, max_model_len):
+                raise ConfigError(
+                    f"the draft model's {half} has {own} positions and the target's {of_target}: lower max_model_len "
+                    f"to {own} or choose another draft model"
+                )
     if draft.max_position < max_model_len:
         raise ConfigError(
             f"the draft model has {draft.max_position} positions, fewer than max_model_len={max_model_len}: lower "
