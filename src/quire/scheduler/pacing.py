@@ -50,7 +50,7 @@ class Pacing:
 
     A step takes as long as a decode step and each further token its share, so a line through both gives the size that
     ends in time. A GPU's cost per token rises where arithmetic begins to bound: the line overestimates the size there,
-    and a step is at most GROWTH times as large as those that were measured, or as their mean cost per token allows.
+    and a step is at most GROWTH times as large as the measured ones, or as large as their mean cost per token allows.
     """
 
     def __init__(self, goal: float | None) -> None:
@@ -86,7 +86,9 @@ class Pacing:
         further = self._tokens - self._steps * self._decode_rows
         further_seconds = self._seconds - self._steps * self._decode_seconds
         if further > 0.0 and further_seconds > 0.0:
-            tokens = min(tokens, self._decode_rows + (goal - self._decode_seconds) * further / further_seconds)
+            tokens = min(
+                tokens, self._decode_rows + (goal - self._decode_seconds) * further / further_seconds
+            )
         multiple = WHOLE if tokens < LARGE else 4 * WHOLE  # as GEMMs and graphs are
         self._planned = max(num_rows + FEWEST, round(tokens / multiple) * multiple)
         return self._planned - num_rows
