@@ -16,6 +16,7 @@ def main() -> None:
     frames = read_frames(sys.stdin.buffer)
     does = json.loads(next(frames))["does"]
     os.write(reports, BEAT)
+    os.pwrite(int(sys.argv[3]), b"1", rank)  # from here on it is heard of
     if rank == 1 and does == "fail":
         os.write(reports, json.dumps(("ConfigError", "there is no GPU here")).encode() + b"\n")
     elif rank == 1 and does == "exit":
