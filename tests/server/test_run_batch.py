@@ -78,7 +78,7 @@ def test_a_row_file_keeps_what_is_finished_and_drops_what_is_torn(tmp_path: Path
 
 def run_batch(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", "run-batch", *map(str, words), *SMALL]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
 
 
 @pytest.mark.e2e
