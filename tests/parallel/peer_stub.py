@@ -25,6 +25,7 @@ def main() -> None:
         drawn = random.Random(0)
         for _ in range(10_000):
             os.write(reports, drawn.randbytes(drawn.randrange(1, 64)))
+        os.write(reports, b"\n")  # a report ends here, however its bytes were joined
     elif rank == 1 and does == "count":  # frames that are no step, until an empty one
         count = 0
         while data := next(frames):
