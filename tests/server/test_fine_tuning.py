@@ -37,7 +37,7 @@ def lines(count: int = 20) -> bytes:
 
 
 def wait(client: openai.OpenAI, job_id: str, *statuses: str):
-    deadline = time.monotonic() + 2 * PATIENCE
+    deadline = time.monotonic() + 4 * PATIENCE
     while (job := client.fine_tuning.jobs.retrieve(job_id)).status not in statuses:
         assert time.monotonic() < deadline, f"{job.status}, not {statuses}: {job.error}"
         time.sleep(0.1)
@@ -117,7 +117,7 @@ def test_jobs_train_and_are_served(start, tmp_path):
 
 def _finishes(server, client, job_id):
     url = f"{server.url}/v1/fine_tuning/jobs/{job_id}/events?stream=true"
-    with httpx.stream("GET", url, timeout=2 * PATIENCE) as streamed:
+    with httpx.stream("GET", url, timeout=4 * PATIENCE) as streamed:
         events = [line.removeprefix("data: ") for line in streamed.iter_lines() if line]
     assert events[-1] == "[DONE]"
     assert [json.loads(event)["data"]["step"] for event in events[:-1] if '"metrics"' in event] == list(
@@ -213,7 +213,7 @@ def _waits(pid, number):
 
 
 def _until(happens):
-    deadline = time.monotonic() + 2 * PATIENCE
+    deadline = time.monotonic() + 4 * PATIENCE
     while not happens():
         assert time.monotonic() < deadline
         time.sleep(0.05)
