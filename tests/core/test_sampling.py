@@ -1,6 +1,5 @@
 """SamplingParams: any value is served or refused by name, and no value is larger than its limit."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -75,7 +74,5 @@ def test_no_more_of_an_endless_list_is_read_than_its_limit() -> None:
         while True:
             yield 1
 
-    begun = time.perf_counter()
     with pytest.raises(InvalidRequest, match="more than 262144 token ids"):
         SamplingParams(stop_token_ids=endless())  # type: ignore[arg-type]
-    assert time.perf_counter() - begun < 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import aclosing
 from itertools import pairwise
 
 import pytest
@@ -36,10 +37,16 @@ def test_concurrent_callers_get_what_they_would_get_alone(engine, llm):
 
 def test_text_grows_while_it_is_generated(engine):
     async def collect():
-        return [r.outputs[0].text async for r in engine.generate("Once upon a time", GREEDY)]
+        texts = []
+        async with aclosing(engine.generate("Once upon a time", GREEDY.changed(max_tokens=2000))) as stream:
+            async for result in stream:
+                texts.append(result.outputs[0].text)
+                if len(texts) > 8:
+                    break
+        return texts
 
     texts = asyncio.run(collect())
-    assert len(texts) > 4
+    assert len(texts) > 8
     assert all(b.startswith(a) for a, b in pairwise(texts))
 
 
@@ -55,7 +62,7 @@ def test_a_refused_request_fails_alone(engine):
 
 def test_leaving_the_iterator_frees_the_request(engine):
     async def leave():
-        stream = engine.generate("Once upon a time", GREEDY.changed(max_tokens=400))
+        stream = engine.generate("Once upon a time", GREEDY.changed(max_tokens=2000))
         async for _ in stream:
             break
         await stream.aclose()
@@ -72,7 +79,7 @@ def test_leaving_the_iterator_frees_the_request(engine):
 def test_an_aborted_request_ends_with_that_reason(engine):
     async def abort():
         results = []
-        async for result in engine.generate("Once", GREEDY.changed(max_tokens=400), request_id="mine"):
+        async for result in engine.generate("Once", GREEDY.changed(max_tokens=2000), request_id="mine"):
             engine.abort("mine")
             results.append(result)
         return results
@@ -95,7 +102,7 @@ def test_a_fault_in_the_engine_reaches_every_caller():
 def test_a_closed_engine_refuses_and_ends_what_is_open():
     async def close():
         closing = AsyncLLM(max_num_seqs=4, num_blocks=64)
-        stream = closing.generate("Once upon a time", GREEDY.changed(max_tokens=400))
+        stream = closing.generate("Once upon a time", GREEDY.changed(max_tokens=1000))
         await anext(stream)
         await asyncio.get_running_loop().run_in_executor(None, closing.close)
         with pytest.raises(EngineDead, match="closed"):
@@ -124,7 +131,7 @@ def test_an_id_that_is_being_served_is_refused_and_its_request_goes_on(engine):
 
 def test_an_id_is_free_as_soon_as_its_request_is_aborted(engine):
     async def reuse():
-        stream = engine.generate("Once", GREEDY.changed(max_tokens=400), request_id="again")
+        stream = engine.generate("Once", GREEDY.changed(max_tokens=2000), request_id="again")
         await anext(stream)
         engine.abort("again")
         second = asyncio.create_task(last(engine, "Hello", request_id="again"))

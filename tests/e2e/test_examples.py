@@ -54,7 +54,7 @@ def output_of(script: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": path, **environment},
     )
     assert run.returncode == 0, run.stderr

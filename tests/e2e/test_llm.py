@@ -194,7 +194,7 @@ def test_parameters_that_break_a_row_end_their_own_request_only(llm):
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(llm):
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(ContextExceeded, match="at least"):
         llm.generate("word " * 10_000_000, use_tqdm=False)
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2

@@ -84,6 +84,12 @@ def _pages(request):
     PAGES.clear()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """A busy machine reads slowly."""
+    monkeypatch.setattr("quire.memory.offload_cache.READ_TIMEOUT", 30.0)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
@@ -127,9 +133,8 @@ def test_another_engine_finds_it_in_the_folder(model, kept, wanted):
         assert any("blocks there from before" in line for line in home.built.report.lines())
 
 
-def test_engines_that_run_beside_each_other_share_the_folder(model, tmp_path, wanted, monkeypatch):
+def test_engines_that_run_beside_each_other_share_the_folder(model, tmp_path, wanted):
     """One finds what the other computed and evicted since; a file that is gone again is computed."""
-    monkeypatch.setattr("quire.memory.offload_cache.READ_TIMEOUT", 30.0)  # a busy machine reads slowly
     with (
         Home(model, kv_offload_dir=str(tmp_path)) as first,
         Home(model, kv_offload_dir=str(tmp_path)) as second,

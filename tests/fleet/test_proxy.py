@@ -268,7 +268,7 @@ def test_a_client_that_leaves_ends_the_request_at_the_server():
             await asyncio.sleep(0.01)
         asked.leave.set()
         await asked.done
-        await asyncio.wait_for(stub.gone.wait(), 5)
+        await asyncio.wait_for(stub.gone.wait(), 20)
         assert servers.router.loads[0].num_open == 0
 
     with_stubs(stub, use=use)
@@ -276,17 +276,17 @@ def test_a_client_that_leaves_ends_the_request_at_the_server():
 
 def test_without_a_server_requests_get_503_with_a_time_and_the_reasons():
     async def run() -> None:
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        servers = Servers([url])
-        app = RouterApp(servers)
-        await servers.start()
-        try:
-            asked, health = Asked(app, prompt("x")), Asked(app, b"", "GET", "/health")
-            await asyncio.gather(asked.done, health.done)
-        finally:
-            await servers.close()
+        with socket.socket() as silent:  # holds the port, and does not listen
+            silent.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            servers = Servers([url])
+            app = RouterApp(servers)
+            await servers.start()
+            try:
+                asked, health = Asked(app, prompt("x")), Asked(app, b"", "GET", "/health")
+                await asyncio.gather(asked.done, health.done)
+            finally:
+                await servers.close()
         assert asked.status == health.status == 503
         assert int(asked.headers[b"retry-after"]) > 0
         assert (

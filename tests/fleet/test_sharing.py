@@ -79,9 +79,9 @@ def test_packing_is_at_most_one_gpu_above_what_is_needed() -> None:
         weights = [chance.random() for _ in A100.profiles]
         drawn = chance.choices(A100.profiles, weights, k=chance.randint(1, 40))
         demands = [Demand(f"m{index}", profile) for index, profile in enumerate(drawn)]
-        began = time.perf_counter()
+        began = time.thread_time()
         gpus = pack(demands, A100)
-        assert time.perf_counter() - began < 1
+        assert time.thread_time() - began < 1
         assert Counter(d for gpu in gpus for d in gpu.demands) == Counter(demands)
         assert all(place([d.profile for d in gpu.demands]) for gpu in gpus)
         assert len(gpus) <= lower_bound(demands) + 1  # and the optimum is not below the bound

@@ -435,6 +435,7 @@ def test_narrow_products_agree(kernel: Kernel, rows: int, columns: int, normed: 
     close(fast.linear_silu_mul(x, weight, *norm), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("ordered_dots")
 @_parametrize("invariant_linear")
 def test_invariant_products_agree_and_rows_do_not_depend_on_their_number(kernel: Kernel) -> None:
     x, weight, bias, residual = (

@@ -44,7 +44,7 @@ def _run(target: Callable[..., Any], open_group: Callable[..., Group], where: An
         process.start()
     found = dict(results.get(timeout=60) for _ in processes)
     for process in processes:
-        process.join(10)
+        process.join(60)
     return [found[rank] for rank in range(size)]
 
 
@@ -133,7 +133,7 @@ def test_an_abort_ends_a_wait():
     time.sleep(0.2)
     assert waiting.is_alive()
     group.abort()
-    waiting.join(5)
+    waiting.join(60)
     assert waiting.exitcode == 0
     os.close(descriptor)
 

@@ -354,7 +354,7 @@ def test_the_encoder_never_waits_while_chunks_do(data: DataFolder) -> None:
             if self.num_calls > ingest.MAX_REQUESTS:
                 next_came.set()
             elif self.num_calls > 1:
-                await asyncio.wait_for(next_came.wait(), 10)
+                await asyncio.wait_for(next_came.wait(), 60)
             return await super().embed(texts)
 
     next_came, store, encoder = asyncio.Event(), new_store(data), Slow()

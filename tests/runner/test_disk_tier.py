@@ -23,7 +23,7 @@ def open_tier(folder: Path, num_blocks: int = 100) -> FileDiskTier:
 
 def wait_until_written(tier: FileDiskTier, num_hosts: int = 1) -> list[int]:
     hosts: list[int] = []
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while len(hosts) < num_hosts and time.monotonic() < deadline:
         tier.wait(0.05)
         hosts += tier.finished()[0]

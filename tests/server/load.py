@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,28 @@ class Tally:
 async def ask_for(
     seconds: float, client: HttpClient, num_streams: int, answers: dict[Question, Answered], pause: float
 ) -> Tally:
-    """So many streams at a time, each asking the next question as soon as it has an answer.
+    """`ask_while` for that long."""
+    tally, deadline = Tally(), time.monotonic() + seconds
+    await ask_while(lambda: time.monotonic() < deadline, tally, client, num_streams, answers, pause)
+    return tally
 
-    Who is refused comes again after `pause`. Returns when the last answer has ended.
+
+async def ask_while(
+    goes_on: Callable[[], bool],
+    tally: Tally,
+    client: HttpClient,
+    num_streams: int,
+    answers: dict[Question, Answered],
+    pause: float,
+) -> None:
+    """`num_streams` streams at a time, each asking the next question as soon as it has an answer.
+
+    One that is refused comes again after `pause`. Returns when the last answer has ended.
     """
-    tally, questions = Tally(), list(answers)
-    deadline = time.monotonic() + seconds
+    questions = list(answers)
 
     async def stream(number: int) -> None:
-        while time.monotonic() < deadline:
+        while goes_on():
             question = questions[number % len(questions)]
             number += num_streams + 1  # another one each time
             outcome = await make_call(client, question.call(), timeout=240)
@@ -117,7 +130,6 @@ async def ask_for(
                 await asyncio.sleep(pause)
 
     await asyncio.gather(*(stream(number) for number in range(num_streams)))
-    return tally
 
 
 def resident_bytes(pid: int) -> int:

@@ -81,10 +81,10 @@ class RunningServer:
         )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30, **options)
+        return httpx.get(f"{self.url}{path}", timeout=2 * PATIENCE, **options)
 
     def post(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", timeout=60, **options)
+        return httpx.post(f"{self.url}{path}", timeout=4 * PATIENCE, **options)
 
     def error(self, path: str, status: int, **options: Any) -> dict[str, Any]:
         """The error that a request must get, after a look at its shape."""
@@ -174,7 +174,7 @@ class RunningServer:
             self.process.send_signal(signal.SIGINT)
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(PATIENCE)
+                self.process.wait(2 * PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -57,7 +57,7 @@ def encoder_pid(server: RunningServer) -> int:
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     workers = [pid for pid in children if "quire.link.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
-    return max(int(pid) for pid in workers)
+    return int(workers[-1])  # in the order in which they were started
 
 
 def test_the_built_in_model_starts_when_it_is_first_named(

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -60,22 +61,30 @@ def ask(server: RunningServer, content: str = "Hi", **fields: object) -> httpx.R
 
 def test_the_map_is_true_at_twenty_moments_under_load(server: RunningServer):
     prompts = [f"Tell me about {what}." for what in ("whales", "trains", "bread", "clouds")]
-    with listening(server) as mirror:
-        threads = [
-            threading.Thread(target=ask, args=(server, prompt), kwargs={"max_tokens": 60, "n": n})
-            for prompt, n in zip(prompts * 2, (1, 4, 1, 2) * 2, strict=True)
+    is_over = threading.Event()
+
+    def ask_on(prompt: str, n: int) -> None:
+        while not is_over.is_set():
+            ask(server, prompt, max_tokens=60, n=n)
+
+    with listening(server) as mirror, ThreadPoolExecutor(8) as pool:
+        asking = [
+            pool.submit(ask_on, prompt, n) for prompt, n in zip(prompts * 2, (1, 4, 1, 2) * 2, strict=True)
         ]
-        for thread in threads:
-            thread.start()
-        shared = 0
-        for _ in range(20):
-            pool = server.pool()
-            step, blocks = pool["step"], pool["blocks"]
-            wait_until(lambda step=step, blocks=blocks: blocks in mirror.history.get(step, []))
-            shared = max(shared, blocks.get("shared", 0))
-        for thread in threads:
-            thread.join()
-        assert shared > 0
+        try:
+            num_shared = num_moments = 0
+            deadline = time.monotonic() + 120
+            while num_moments < 20 or not num_shared:
+                assert time.monotonic() < deadline, "no block is shared"
+                counted = server.pool()
+                step, blocks = counted["step"], counted["blocks"]
+                wait_until(lambda step=step, blocks=blocks: blocks in mirror.history.get(step, []))
+                num_shared += blocks.get("shared", 0)
+                num_moments += 1
+        finally:
+            is_over.set()
+        for one in asking:
+            one.result()
         wait_until(lambda: mirror.counters["finished"] >= 16)
         assert mirror.events["copied"] > 0
         before = mirror.events["hits"]
@@ -89,25 +98,24 @@ def test_a_feed_has_at_most_ten_records_and_fifty_kilobytes_a_second(server: Run
         started, records, size = time.monotonic(), mirror.num_records, mirror.size
         ask(server, "Count to one hundred.", n=8, max_tokens=60, ignore_eos=True)
         seconds = time.monotonic() - started
-        assert (mirror.num_records - records) / seconds <= 10.5
-        assert (mirror.size - size) / seconds < 50_000
+        assert mirror.num_records - records <= 10.5 * seconds + 1  # one at once, then as they are due
+        assert mirror.size - size < 50_000 * (seconds + 0.5)
 
 
 def test_tokens_of_a_request_are_shown_to_operators(server: RunningServer):
     with listening(server) as mirror:
-        thread = threading.Thread(
-            target=ask,
-            args=(server, "Which colour has the sky?"),
-            kwargs={"max_tokens": 1000, "ignore_eos": True},  # longer than the way to it on a busy machine
-        )
-        thread.start()
-        wait_until(lambda: any(s.get("phase") == 2 for s in list(mirror.sequences.values())))
-        (shown, *_) = list(mirror.sequences.values())
-        request_id = shown["id"]
-        shown = server.get(f"/v1/engine/requests/{request_id}", headers=ADMIN).json()["sequences"][0]
-        assert "Which colour has the sky?" in "".join(shown["tokens"])
-        assert len(shown["blocks"]) == -(-shown["num_computed"] // 16)
-        thread.join()
+        messages = [{"role": "user", "content": "Which colour has the sky?"}]
+        body = {"messages": messages, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+            begun = answer.iter_lines()  # closing it would end the request
+            next(begun)
+            wait_until(lambda: any(s.get("phase") == 2 for s in list(mirror.sequences.values())))
+            (shown, *_) = list(mirror.sequences.values())
+            request_id = shown["id"]
+            shown = server.get(f"/v1/engine/requests/{request_id}", headers=ADMIN).json()["sequences"][0]
+            assert "Which colour has the sky?" in "".join(shown["tokens"])
+            assert len(shown["blocks"]) == -(-shown["num_computed"] // 16)
+        server.wait_idle()
     gone = server.get(f"/v1/engine/requests/{request_id}", headers=ADMIN)
     assert gone.status_code == 404
     assert "may have ended" in gone.json()["error"]["message"]
@@ -158,10 +166,9 @@ def test_without_an_admin_key_the_feed_is_for_this_machine(start_server):
     assert server.get("/v1/engine", headers={**mine, "X-Forwarded-For": "10.0.0.7"}).status_code == 403
     body = {"messages": [{"role": "user", "content": "Secret words"}], "max_tokens": 900, "ignore_eos": True}
     with (
-        httpx.stream("GET", f"{server.url}/v1/engine/events", headers=mine) as feed,
-        httpx.stream(
-            "POST", f"{server.url}/v1/chat/completions", json={**body, "stream": True}, headers=mine
-        ) as answer,
+        httpx.Client(base_url=server.url, headers=mine, timeout=60) as client,
+        client.stream("GET", "/v1/engine/events") as feed,
+        client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer,
     ):
         lines = answer.iter_lines()  # closing it would end the request
         next(lines)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire.bench.serve import make_call
 from quire.link.http_client import HttpClient
 from tests.models.checkpoints import llama, save
-from tests.server.load import Answered, Question, Tally, ask_for, offline_answers
+from tests.server.load import Answered, Question, Tally, ask_for, ask_while, offline_answers
 from tests.server.running import RunningServer
 
 Start = Callable[..., RunningServer]
@@ -75,11 +75,15 @@ def _the_engine_is_killed(server: RunningServer, answers: dict[Question, Answere
     before, succeeded = _num_responses(server), server.metric("request_success_total")
 
     async def run() -> tuple[Tally, Tally]:
-        client = HttpClient(server.url)
-        asking = asyncio.create_task(ask_for(2.0, client, NUM_STREAMS, answers, pause=0.3))
-        await asyncio.sleep(1.0)
+        client, during = HttpClient(server.url), Tally()
+        before_the_fault = lambda: during.total == during.right
+        asking = asyncio.create_task(
+            ask_while(before_the_fault, during, client, NUM_STREAMS, answers, pause=0.3)
+        )
+        while not during.right:
+            await asyncio.sleep(0.01)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        during = await asking
+        await asking
         await asyncio.to_thread(server.wait_status, "/ready", 200)
         after = await ask_for(0.5, client, NUM_STREAMS, answers, pause=0.3)
         await client.close()

@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,24 @@ def replicas(server: RunningServer) -> list[dict[str, Any]]:
     return server.get("/replicas").json()["replicas"]
 
 
-def wait_whole(server: RunningServer) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while any(one["status"] != "ready" for one in replicas(server)):
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 2 * PATIENCE  # an engine may have to start first
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_whole(server: RunningServer) -> None:
+    wait_until(lambda: all(one["status"] == "ready" for one in replicas(server)))
+
+
+def handed_over(answers: Sequence[dict[str, Any]]) -> int:
+    """The tokens that were not computed again: all but the last block's, or fewer where the disk took long."""
+    found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    whole = [(answer["usage"]["prompt_tokens"] - 1) // 16 * 16 for answer in answers]
+    assert all(some <= most for some, most in zip(found, whole, strict=True))
+    assert any(some == most for some, most in zip(found, whole, strict=True))
+    return sum(found)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
@@ -63,21 +76,21 @@ def test_a_prompt_is_computed_here_and_decoded_there_and_faults_change_no_token(
     _corrupt_cut_and_missing_files_are_computed(server, pair, tmp_path)
     _either_side_may_be_killed_at_any_moment(server, pair, kills)
     wait_whole(pair)
-    assert pair.pool()["blocks_used"] == 0
-    assert not list(tmp_path.glob("*/.writing-*"))  # a new process removes what a killed one left
+    pair.wait_idle()
+    wait_until(
+        lambda: not list(tmp_path.glob("*/.writing-*"))
+    )  # a new process removes what a killed one left
 
 
 def _prompts_are_handed_over(server: RunningServer, pair: RunningServer) -> None:
     answers = [ask(pair, number) for number in range(3)]
     assert tokens(answers) == tokens([ask(server, number) for number in range(3)])
-    handed = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    counts = [answer["usage"]["prompt_tokens"] for answer in answers]
-    assert handed == [(count - 1) // 16 * 16 for count in counts]
+    handed = handed_over(answers)
     prefill, decode = replicas(pair)
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert prefill["requests_routed"] == decode["requests_routed"] == 3
-    assert decode["handed_over_tokens"] == sum(handed)
-    assert pair.metric("replica_handed_over_tokens_total", replica="1") == sum(handed)
+    assert decode["handed_over_tokens"] == handed
+    assert pair.metric("replica_handed_over_tokens_total", replica="1") == handed
     ask(pair, 0)  # which the decode replica has: no second request
     assert replicas(pair)[0]["requests_routed"] == 3
 
@@ -127,7 +140,7 @@ def _either_side_may_be_killed_at_any_moment(server: RunningServer, pair: Runnin
         time.sleep(draw.random() * 0.4)
         os.kill(replicas(pair)[attempt % 2]["pid"], signal.SIGKILL)
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(2 * PATIENCE)
         expected = [ask(server, number) for number in numbers]
         assert tokens([answers[number] for number in numbers]) == tokens(expected)
 
@@ -155,11 +168,10 @@ def _servers_hand_over(server: RunningServer, prefill: RunningServer, router: Ru
     numbers = range(40, 43)
     answers = [ask(router, number) for number in numbers]
     assert tokens(answers) == tokens([ask(server, number) for number in numbers])
-    handed = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert handed == [(answer["usage"]["prompt_tokens"] - 1) // 16 * 16 for answer in answers]
+    handed = handed_over(answers)
     asked = router.get("/servers").json()["servers"]
     assert {one["role"]: one["requests_routed"] for one in asked} == {"both": 3, "prefill": 3}
-    assert sum(one["handed_over_tokens"] for one in asked) == sum(handed)
+    assert sum(one["handed_over_tokens"] for one in asked) == handed
     ask(router, 40)  # which the decode server has: no second request
     prefill.wait_metric(3, "generation_tokens_total")
 
@@ -173,7 +185,7 @@ def _the_decode_server_may_be_killed(
     time.sleep(0.2)
     decode.process.kill()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(2 * PATIENCE)
     assert tokens([answers[number] for number in numbers]) == tokens([ask(server, n) for n in numbers])
     router.wait_for_line(decode.url, "cannot be reached")
 

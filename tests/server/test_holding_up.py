@@ -23,7 +23,7 @@ def test_overload_keys_sizes_and_time_are_limited(start_server: Start, tmp_path)
     keys = tmp_path / "keys"
     keys.write_text("# ours\nfrom-file\n\n")
     server = start_server(
-        *("--max-num-seqs", "2", "--max-queue-requests", "2", "--request-timeout", "2"),
+        *("--max-num-seqs", "2", "--max-queue-requests", "2", "--request-timeout", "4"),
         *("--api-key", "from-flag", "--api-key-file", str(keys), "--max-concurrent-per-key", "4"),
         *("--max-body-bytes", "20K", "--allowed-origins", "https://a.example", "--root-path", "/llm"),
         *("--log-format", "json", "--isolate-keys", "--trust-request-chat-template"),
@@ -104,11 +104,9 @@ def _overload(server: RunningServer) -> None:
         def ask(number: int) -> httpx.Response:
             return client.post("/v1/completions", json=LONG, headers=headers[number % 2])
 
-        started = time.monotonic()
         answers = list(pool.map(ask, range(8)))
-        assert time.monotonic() - started < 12  # whole answers would take half a minute
     counts = {status: [a.status_code for a in answers].count(status) for status in (429, 504)}
-    assert sum(counts.values()) == 8, [a.text for a in answers]
+    assert sum(counts.values()) == 8, [a.text for a in answers]  # none has a whole answer
     assert 4 <= counts[429] <= 6  # until the engine has begun with two, they wait too
     for answer in answers:
         if answer.status_code == 429:
@@ -119,22 +117,29 @@ def _overload(server: RunningServer) -> None:
     server.wait_idle()
     server.wait_metric(counts[429], "requests_refused_total", reason="queue_full")
     lines = server.client(api_key="from-flag").completions.create(model=MODEL, **_openai(LONG), stream=True)
-    with pytest.raises(openai.APIError, match="longer than 2 s"):
+    with pytest.raises(openai.APIError, match="longer than 4 s"):
         list(lines)
 
 
 def _concurrency(server: RunningServer) -> None:
-    async def run() -> list[int]:
-        async with httpx.AsyncClient(timeout=30, headers={"Authorization": "Bearer from-flag"}) as client:
+    """Four of a key are under way, again and again, until one more hears that they are too many."""
+    is_refused = asyncio.Event()
 
-            async def ask(number: int) -> httpx.Response:
-                await asyncio.sleep(0.1 * number)  # two must run before two can wait
-                return await client.post(f"{server.url}/v1/completions", json=LONG)
+    async def ask(client: httpx.AsyncClient) -> None:
+        while not is_refused.is_set():
+            answer = await client.post(f"{server.url}/v1/completions", json=LONG)
+            if answer.json()["error"]["code"] == "concurrency_limit":
+                is_refused.set()
 
-            answers = await asyncio.gather(*(ask(number) for number in range(9)))
-            return [a.json()["error"]["code"] for a in answers]
+    async def run() -> None:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": "Bearer from-flag"}) as client:
+            asking = [asyncio.create_task(ask(client)) for _ in range(5)]
+            await asyncio.wait_for(is_refused.wait(), 60)
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
-    assert "concurrency_limit" in asyncio.run(run())
+    asyncio.run(run())
     server.wait_idle()
 
 
@@ -165,7 +170,7 @@ async def _stream(
 
 
 def test_sigterm_lets_short_answers_end_and_aborts_long_ones_with_an_error(start_server: Start):
-    server = start_server("--shutdown-timeout", "3")
+    server = start_server("--shutdown-timeout", "6")
 
     async def run() -> list[tuple[int, str | None]]:
         begun = asyncio.Semaphore(0)
@@ -202,13 +207,12 @@ def test_a_killed_engine_costs_its_requests_and_nothing_else(start_server: Start
             for _ in range(8):
                 await begun.acquire()
             os.kill(server.engine_pid(), signal.SIGKILL)
-            ended = await asyncio.gather(*tasks)
-            assert (await whole)["code"] == "engine_dead"
-            assert server.get("/ready").status_code == 503
-            assert server.get("/health").status_code == 200
+            await asyncio.to_thread(server.wait_status, "/ready", 503)  # until the next engine is there
             refused = await asyncio.to_thread(server.post, "/v1/completions", json=LONG)
             assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
-            return ended
+            assert server.get("/health").status_code == 200
+            assert (await whole)["code"] == "engine_dead"
+            return await asyncio.gather(*tasks)
 
     ended = asyncio.run(run())
     assert {error for _, error in ended} == {"engine_dead"}

@@ -58,10 +58,13 @@ def _the_feed_reaches_listeners_of_both(server: RunningServer) -> None:
             stream = httpx.stream("GET", f"{server.url}/v1/engine/events", headers=OPERATOR, timeout=PATIENCE)
             feeds.append(opened.enter_context(stream).iter_lines())
         assert all("pool" in json.loads(next(lines)[6:]) for lines in feeds)
-        body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
-        assert server.post("/v1/completions", json=body).status_code == 200
-        for lines in feeds:
-            assert any(line.startswith("data: ") and "new" in json.loads(line[6:]) for line in lines)
+        body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            begun = answer.iter_lines()  # closing it would end the request
+            next(begun)
+            for lines in feeds:
+                assert any(line.startswith("data: ") and "new" in json.loads(line[6:]) for line in lines)
+    server.wait_idle()
 
 
 def _counts_are_those_of_both(server: RunningServer) -> None:
@@ -85,28 +88,38 @@ def _adapters_are_known_to_both(server: RunningServer) -> None:
     assert server.post("/v1/completions", json=answer).json()["model"] == "loaded"
 
 
-def _stream(server: RunningServer, num_tokens: int, lines: list[str]) -> None:
+def _stream(
+    server: RunningServer, num_tokens: int, lines: list[str], is_over: threading.Event | None = None
+) -> None:
+    """Reads to the end, or 30 lines more than there were when `is_over` was set."""
     body = {"prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    num_more = 30
     with httpx.Client(base_url=server.url, timeout=60) as client:
         try:
             with client.stream("POST", "/v1/completions", json=body) as response:
-                lines.extend(line for line in response.iter_lines() if line)
+                for line in filter(None, response.iter_lines()):
+                    lines.append(line)
+                    num_more -= is_over is not None and is_over.is_set()
+                    if num_more == 0:
+                        lines.append("left")
+                        return
         except httpx.TransportError:
             lines.append("broken")
 
 
 def _a_process_that_dies_is_replaced(server: RunningServer) -> None:
     """Its streams break, those of the other go on, its requests leave the engine, and the next connection is served."""
-    before, streams = http_pids(server), [[] for _ in range(TRIES)]
-    threads = [threading.Thread(target=_stream, args=(server, 150, lines)) for lines in streams]
+    before, streams, is_replaced = http_pids(server), [[] for _ in range(TRIES)], threading.Event()
+    threads = [threading.Thread(target=_stream, args=(server, 4000, lines, is_replaced)) for lines in streams]
     for thread in threads:
         thread.start()
-    wait_for(lambda: sum(map(bool, streams)) >= TRIES // 2)
+    wait_for(lambda: all(streams))
     os.kill(before[0], signal.SIGKILL)
+    server.wait_for_line("HTTP process", "starting it again")
+    is_replaced.set()
     for thread in threads:
         thread.join()
-    assert {lines[-1] for lines in streams} == {"broken", "data: [DONE]"}
-    server.wait_for_line("HTTP process", "starting it again")
+    assert {lines[-1] for lines in streams} == {"broken", "left"}
     wait_for(lambda: len(http_pids(server)) == 2)
     for _ in range(TRIES):
         server.wait_status("/ready", 200)

@@ -38,6 +38,7 @@ class Load:
         self.server = server
         self.whole: list[httpx.Response] = []
         self.streams: list[list[str]] = []
+        self.is_over = threading.Event()  # streams end when they have heard something after it
         self.threads: list[threading.Thread] = []
 
     def ask(self, number: int, max_tokens: int, stream: bool) -> None:
@@ -55,7 +56,11 @@ class Load:
                     "POST", f"{self.server.url}/v1/completions", json={**body, "stream": True}
                 ) as answer,
             ):
-                events.extend(line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        events.append(line[6:])
+                        if self.is_over.is_set() and '"error"' not in line:
+                            return
 
         self.threads.append(threading.Thread(target=run))
         self.threads[-1].start()
@@ -99,26 +104,26 @@ def _metrics_have_a_label_for_each(server: RunningServer) -> None:
 
 
 def _a_killed_replica_costs_only_what_it_streamed(server: RunningServer) -> None:
-    load = Load(server)
+    load, before = Load(server), sum(one["requests_routed"] for one in replicas(server))
+    for number in range(6, 12):
+        load.ask(number, 4000, stream=True)
+    wait_until(lambda: len(load.streams) == 6 and all(load.streams))
     for number in range(6):
         load.ask(number, 150, stream=False)
-    for number in range(6, 12):
-        load.ask(number, 150, stream=True)
-    wait_until(lambda: all(one["sequences_running"] >= 4 for one in replicas(server)))
+    wait_until(lambda: sum(one["requests_routed"] for one in replicas(server)) == before + 12)
     killed = replicas(server)[0]
     os.kill(killed["pid"], signal.SIGKILL)
-    at = time.monotonic()
-    wait_until(lambda: any("replica 0" in line and "SIGKILL" in line for line in server.lines))
-    assert time.monotonic() - at < 1.0
-    assert server.get("/health").status_code == server.get("/ready").status_code == 200
+    wait_until(lambda: any("replica 0" in line and "SIGKILL" in line for line in server.lines), 10)
     assert "1 of 2 replicas serve" in server.get("/health").json()["status"]
+    assert server.get("/health").status_code == server.get("/ready").status_code == 200
+    wait_until(lambda: any('"error"' in event for events in load.streams for event in events))
+    load.is_over.set()
     load.join()
     assert [answer.status_code for answer in load.whole] == [200] * 6  # asked again, elsewhere
     texts = {answer.json()["choices"][0]["text"] for answer in load.whole}
     assert all(answer.json()["usage"]["completion_tokens"] == 150 for answer in load.whole)
     assert len(texts) == 6
-    ended = [events for events in load.streams if events[-1] == "[DONE]" and '"error"' not in events[-2]]
-    failed = [events for events in load.streams if events not in ended]
+    failed = [events for events in load.streams if any('"error"' in event for event in events)]
     assert len(load.streams) == 6
     assert 1 <= len(failed) <= killed["requests_open"]
     for events in failed:

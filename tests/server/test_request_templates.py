@@ -36,12 +36,16 @@ HARMFUL = {
 
 def test_templates_that_hang_swell_or_crash_are_refused_with_the_reason_and_honest_ones_go_on() -> None:
     async def run() -> dict[str, str]:
-        templates = RequestTemplates(seconds=1.0)
+        hasty, templates = (
+            RequestTemplates(seconds=1.0),
+            RequestTemplates(seconds=60.0),
+        )  # a machine may be busy
         said = {}
         try:
-            for name, (text, _) in HARMFUL.items():
+            for name, (text, reason) in HARMFUL.items():
+                chosen = hasty if "longer" in reason else templates
                 with pytest.raises(InvalidRequest) as caught:
-                    await templates.render(Rendering(text, SPECIAL, HI))
+                    await chosen.render(Rendering(text, SPECIAL, HI))
                 said[name] = str(caught.value)
                 assert len(said[name]) < 500
             honest = Rendering(
@@ -53,6 +57,7 @@ def test_templates_that_hang_swell_or_crash_are_refused_with_the_reason_and_hone
                 await templates.render(honest)
             assert templates._idle == kept  # the same worker every time
         finally:
+            await hasty.close()
             await templates.close()
         return said
 

