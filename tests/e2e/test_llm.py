@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from quire import LLM, Embedder, SamplingParams
+from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ContextExceeded, InvalidRequest, QuireError
-from quire.kernels import native
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
@@ -104,20 +103,6 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_cache(llm):
     assert again.prompt_logprobs == whole.prompt_logprobs
     with LLM(use_tqdm=False, max_num_batched_tokens=7, max_num_seqs=1, num_blocks=40) as small:
         assert small.generate(prompt, sampling, use_tqdm=False)[0].prompt_logprobs == whole.prompt_logprobs
-
-
-def test_engines_of_one_process_keep_their_own_numbers_of_threads():
-    """Of the thread that runs the forward passes: the runner's, or an encoder's caller."""
-    sizes = {"use_tqdm": False, "num_blocks": 16, "max_num_seqs": 2, "max_model_len": 64}
-    with LLM(num_threads=1, **sizes) as one, Embedder(num_threads=3, use_tqdm=False) as embedder:
-        alone = one.generate("One, two,", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-        with LLM(num_threads=2, **sizes) as two:
-            for llm in (two, one):
-                assert llm.generate("One, two,", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone
-            threads = [llm.engine._runner._ops.submit(native.num_threads).result() for llm in (one, two)]
-            embedder.embed("text", use_tqdm=False)
-            assert [*threads, native.num_threads()] == [1, 2, 3]
-            assert [llm.report.start.num_threads for llm in (one, two, embedder)] == [1, 2, 3]
 
 
 def test_a_prefix_computed_before_is_not_computed_again(llm):

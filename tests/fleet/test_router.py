@@ -85,7 +85,7 @@ def test_work_counts_tokens_that_are_not_computed_yet():
     assert send(work, "long", prompt(1, 4000)) == 0
     assert [send(work, f"short {i}", prompt(i, 100)) for i in range(5)] == [1] * 5
     work.first_token("long", 0)
-    assert work.loads[0].pending_tokens == 0
+    assert work.loads[0].stats.pending_tokens == 0
     assert send(work, "next", prompt(7, 100)) == 0
 
 
@@ -166,7 +166,10 @@ def test_what_ended_leaves_no_work():
     for request_id in open_ids:
         aware.ended(request_id)
         aware.ended(request_id)  # twice is fine
-    assert all((load.num_open, load.pending_tokens, load.computing) == (0, 0, set()) for load in aware.loads)
+    assert all(
+        (load.stats.num_open, load.stats.pending_tokens, load.computing) == (0, 0, set())
+        for load in aware.loads
+    )
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():

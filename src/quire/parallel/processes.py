@@ -114,19 +114,12 @@ class TorchGroup(Group):
         dist.all_reduce(x, dist.ReduceOp.MAX if how == LARGEST else dist.ReduceOp.SUM)
         return super().all_reduce(x, tag, how)
 
-    def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        self._count("all_gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._gathered(x, widths)
-
-    def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        self._count("gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        whole = self._gathered(x, widths)
-        return whole if self.rank == 0 else x
-
-    def _gathered(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+    def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
         padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         pieces = [torch.empty_like(padded) for _ in widths]
         dist.all_gather(pieces, padded)
+        if not wanted:
+            return x
         return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths, strict=True)], dim=1)
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
