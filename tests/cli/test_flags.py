@@ -79,6 +79,7 @@ OTHER = {
     "fully_sharded_loras": True,
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 3,
+    "distributed_executor_backend": "ray",
 }
 
 

@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams, StructuredOutput
 from quire.bench.capacity import Device, plan_capacity
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, EngineDead
 from quire.engine.build import ranks
 from tests.e2e.conftest import FEW, TINY
 from tests.e2e.reference import greedy_differences
@@ -117,6 +117,33 @@ def test_bytes_and_memory_of_a_rank_are_those_of_the_formulas_and_of_the_plan():
     whole = EngineConfig.of(num_blocks=40, max_model_len=512)
     alone = plan_capacity(whole, described_source(whole), Device("", False, None, 1.0, 0.0, ""))
     assert pool.num_bytes * 3 == alone.pool.num_bytes
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_ranks_over_tcp_give_the_bits_of_one_and_a_lost_one_is_named(shape, monkeypatch):
+    """As on several machines, but started here and not by Ray."""
+    monkeypatch.setitem(ranks.PEERS, "ray", ranks.PEERS["mp"])
+    settings = {
+        "num_threads": 1,
+        "num_blocks": 32,
+        "max_num_seqs": 2,
+        "max_model_len": 128,
+        "use_tqdm": False,
+    }
+    parallel = {"tensor_parallel_size": shape[0], "pipeline_parallel_size": shape[1]}
+    few = [GREEDY.changed(max_tokens=6), SEEDED.changed(max_tokens=6, logprobs=1)]
+    with LLM(**settings) as one, LLM(**settings, **parallel, distributed_executor_backend="ray") as llm:
+        found = [_facts(each.generate(["One, two,", "A"], few, use_tqdm=False)) for each in (one, llm)]
+        assert found[0] == found[1]
+        llm.engine._runner._peers._processes[0].kill()
+        with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+            llm.generate(["One, two,"] * 2, GREEDY.changed(max_tokens=64), use_tqdm=False)
+
+
+def test_a_rank_that_ends_before_all_have_met_is_named(monkeypatch):
+    monkeypatch.setitem(ranks.PEERS, "ray", "this")  # a module that prints a poem and ends
+    with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) exited with code 0"):
+        LLM(tensor_parallel_size=2, distributed_executor_backend="ray", num_blocks=32, use_tqdm=False)
 
 
 def _check_bytes(llm: LLM, size: int) -> None:

@@ -149,7 +149,10 @@ def test_a_stream_is_passed_through_piece_by_piece_with_its_headers():
         assert b"x-forwarded-for: 10.0.0.7" in head
         assert b"host: router" not in head
         assert stub.bodies == [prompt("Once")]
-        assert (servers.router.loads[0].num_open, servers.router.loads[0].pending_tokens) == (0, 0)
+        assert (servers.router.loads[0].stats.num_open, servers.router.loads[0].stats.pending_tokens) == (
+            0,
+            0,
+        )
 
     with_stubs(stub, use=use)
 
@@ -269,7 +272,7 @@ def test_a_client_that_leaves_ends_the_request_at_the_server():
         asked.leave.set()
         await asked.done
         await asyncio.wait_for(stub.gone.wait(), 20)
-        assert servers.router.loads[0].num_open == 0
+        assert servers.router.loads[0].stats.num_open == 0
 
     with_stubs(stub, use=use)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from quire import LLM, SamplingParams
 from quire.cli import serve
 from quire.cli.main import main
 from quire.cli.parser import Parser
@@ -35,9 +36,9 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch, capsys) -> None:
     assert "pip install 'quire[ray]'" in said[0]
 
 
-def test_ranks_do_not_run_through_ray(capsys) -> None:
-    assert main(["serve", "-tp", "2", "--distributed-executor-backend", "ray"]) != 0
-    assert "--data-parallel-backend ray" in capsys.readouterr().err
+def test_a_backend_that_is_not_known_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"distributed_executor_backend='k8s'.*mp, ray"):
+        EngineConfig.of(distributed_executor_backend="k8s")
 
 
 def test_settings_that_contradict_each_other_are_named() -> None:
@@ -147,6 +148,56 @@ def test_a_node_is_removed_under_load_and_its_replica_returns_on_another(cluster
     )  # they end with the server
 
 
+@pytest.mark.slow
+def test_ranks_on_several_machines_give_the_tokens_of_one(cluster, monkeypatch) -> None:
+    for _ in range(2):
+        cluster.add_node(**NODE)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    settings = {
+        "num_threads": 1,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "use_tqdm": False,
+    }
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=16),
+        SamplingParams(max_tokens=16, seed=7, logprobs=1),
+    ]
+    found = []
+    for size, stages in ((1, 1), (2, 1), (2, 2)):
+        ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+        with LLM(**settings, **ranks, distributed_executor_backend="ray") as llm:
+            results = llm.generate(["One, two,", "The capital of France is"], asked, use_tqdm=False)
+            found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in results])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_a_node_is_removed_and_its_rank_returns_on_another(cluster) -> None:
+    others = [cluster.add_node(**{**NODE, "num_cpus": 2}) for _ in range(2)]  # the head has room for none
+    flags = ("-tp", "2", "--num-threads", "2", "--distributed-executor-backend", "ray")
+    server = RunningServer(*flags, RAY_ADDRESS=cluster.address).wait_ready()
+    try:
+        expected = _answers(server)
+        line = server.wait_for_line("rank 1 is on node")
+        removed = next(node for node in others if node.node_id[:8] in line)
+        load = Load(server)
+        load.ask(0, 100, stream=True)
+        wait_until(lambda: server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success)
+        at = time.monotonic()
+        cluster.remove_node(removed, allow_graceful=False)
+        server.wait_for_line("rank 1: on node", f"({removed.node_id[:8]})", "starting it again")
+        assert time.monotonic() - at < 3.0  # the processes of the node take half a second to end
+        load.join()
+        assert '"error"' in "".join(load.streams[0][-2:])
+        server.wait_for_line("is ready again")
+        assert _answers(server) == expected
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
 def _answers(server: RunningServer) -> dict[int, str]:
     def ask(number: int) -> str:
         body = {"prompt": f"Number {number}:", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
@@ -162,7 +213,9 @@ def _removed_under_load(cluster, server: RunningServer, removed, expected: dict[
         load = Load(server)
         for number in range(6, 12):
             load.ask(number, 100, stream=True)
-        wait_until(lambda: all(one["sequences_running"] >= 4 for one in replicas(server)))
+        wait_until(
+            lambda: all(one["sequences_running"] >= 4 for one in replicas(server)) and all(load.streams)
+        )
         at = time.monotonic()
         cluster.remove_node(removed, allow_graceful=False)
         server.wait_for_line(f"({removed.node_id[:8]})", "not connected any more", "starting it again")

@@ -61,13 +61,12 @@ def test_a_random_shadow_agrees_with_a_plain_search():
     ]
     for _ in range(500):
         one = drawn.choice(prompts)
-        known = 0
-        while known < len(one.hashes) and shadow.last_used(one.hashes[known]):
-            known += 1
-        assert shadow.match(one.hashes) == known
+        known = [piece for piece in one.hashes if shadow.match([piece])]
+        assert one.hashes[: shadow.match(one.hashes)] == known
         if drawn.random() < 0.1:
-            shadow.drop_until(shadow.last_used(drawn.choice(prompts).hashes[0]))
-        shadow.add(one.hashes)
+            shadow.drop_until(drawn.randint(shadow.now - 5, shadow.now))
+            known = [piece for piece in known if shadow.match([piece])]
+        assert len(shadow.add(one.hashes)) == len(known)
         assert shadow.num_tokens <= 40 * PIECE
 
 
@@ -86,7 +85,7 @@ def test_work_counts_tokens_that_are_not_computed_yet():
     assert send(work, "long", prompt(1, 4000)) == 0
     assert [send(work, f"short {i}", prompt(i, 100)) for i in range(5)] == [1] * 5
     work.first_token("long", 0)
-    assert work.loads[0].pending_tokens == 0
+    assert work.loads[0].stats.pending_tokens == 0
     assert send(work, "next", prompt(7, 100)) == 0
 
 
@@ -167,7 +166,10 @@ def test_what_ended_leaves_no_work():
     for request_id in open_ids:
         aware.ended(request_id)
         aware.ended(request_id)  # twice is fine
-    assert all((load.num_open, load.pending_tokens, load.computing) == (0, 0, set()) for load in aware.loads)
+    assert all(
+        (load.stats.num_open, load.stats.pending_tokens, load.computing) == (0, 0, set())
+        for load in aware.loads
+    )
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():
@@ -178,7 +180,7 @@ def test_an_unknown_policy_is_named_with_the_known_ones():
 
 def test_routing_costs_at_most_50_microseconds_at_8_replicas():
     aware = router("prefix-work", 8, 200_000)
-    data = [array("i", [*range(1536), *([seed] * 512)]).tobytes() for seed in range(200)]
+    data = [array("i", [*range(6144), *([seed] * 2048)]).tobytes() for seed in range(200)]
     seconds = []
     for name, tokens in enumerate(data):
         started = time.thread_time()
@@ -186,7 +188,7 @@ def test_routing_costs_at_most_50_microseconds_at_8_replicas():
         aware.sent(str(name), prefix, aware.order(prefix, range(8))[0])
         seconds.append(time.thread_time() - started)
     slower = _thousand_products() / 20e-6  # than a machine that has these 50 microseconds, if it is
-    assert sorted(seconds)[len(seconds) // 10] < 50e-6 * max(1, slower), "prompts of 2,048 tokens"
+    assert sorted(seconds[100:])[5] < 50e-6 * max(1, slower), "prompts of 8,192 tokens"
 
 
 def _thousand_products() -> float:

@@ -184,6 +184,24 @@ def test_a_tape_records_its_own_thread_alone() -> None:
 
 
 @needs_native
+def test_a_number_of_threads_is_the_calling_threads() -> None:
+    def number(own: int = 0) -> int:
+        if own:
+            native.set_num_threads(own)
+        return native.num_threads()
+
+    before = native.num_threads()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        assert [first.submit(number, 3).result(), second.submit(number).result()] == [
+            3,
+            3,
+        ]  # what was set last
+        assert [second.submit(number, 5).result(), first.submit(number).result()] == [5, 3]
+    assert native.num_threads() == before
+    native.set_num_threads(before)  # threads that set none take it again
+
+
+@needs_native
 def test_a_forked_child_has_threads_of_its_own() -> None:
     code = (
         "import os, torch\n"

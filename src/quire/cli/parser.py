@@ -19,8 +19,6 @@ from quire.core.errors import ConfigError
 # vLLM's, SGLang's and llama.cpp's flags that have another name here or are not needed
 OTHER_ENGINES = {
     "--tp": "use -tp",
-    "--distributed-executor-backend": "ranks (-tp, -pp) are on one machine: leave it out; whole engines run on "
-    "several with -dp N --data-parallel-backend ray",
     "--enable-chunked-prefill": "it is always so here: leave it out",
     "--async-scheduling": "--steps-in-flight 1, the default, is that",
     "--trust-remote-code": "no code of a model is ever run: leave it out",

@@ -337,9 +337,14 @@ class ParallelConfig:
         "stages that divide the layers among them, each of tensor_parallel_size ranks; as many steps are in flight",
     )
 
+    distributed_executor_backend: str = setting(
+        "mp", "where the ranks are: mp, on this machine, or ray, on machines of a Ray cluster (CPU only)"
+    )
+
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        one_of("distributed_executor_backend", self.distributed_executor_backend, ("mp", "ray"))
 
     @property
     def num_ranks(self) -> int:

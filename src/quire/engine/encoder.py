@@ -16,6 +16,7 @@ from quire.core.request import EmbedRequest, Pooled, QueueBounds
 from quire.core.stats import QueueStats
 from quire.engine.engine import EngineCore
 from quire.engine.validation import Limits
+from quire.kernels.registry import keep_threads
 from quire.layers.encoder import Pooling, assemble_encoder_batch
 from quire.models.encoder_heads import ClassificationHead, MaskHead
 from quire.models.model import Encoder
@@ -99,11 +100,13 @@ class EncoderRunner:
         """`activation` makes a classifier's scores of its logits: softmax, sigmoid or none."""
         self._encoder, self._pooling, self._device = encoder, pooling, device
         self._activation = _ACTIVATIONS[activation]
+        self._keep_threads = keep_threads()  # that the plan set: this thread may run other engines too
         self._launched: deque[_LaunchedTexts] = deque()
 
     @torch.inference_mode()
     def launch(self, step: EncodeStep) -> None:
         started = time.perf_counter()
+        self._keep_threads()
         batch = assemble_encoder_batch(step.texts, self._device, step.second_starts)
         hidden, head = self._encoder(batch), self._encoder.head
         if isinstance(head, ClassificationHead):

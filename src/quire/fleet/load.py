@@ -20,14 +20,6 @@ class Load:
     last_sent: int = 0  # number of the request that it got last
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)  # that it used, the last ones
 
-    @property
-    def num_open(self) -> int:
-        return self.stats.num_open
-
-    @property
-    def pending_tokens(self) -> int:
-        return self.stats.pending_tokens
-
     def use_adapter(self, name: str) -> None:
         self.adapters[name] = None
         self.adapters.move_to_end(name)

@@ -42,10 +42,11 @@ VERSION: str = sys.modules["quire"].__version__  # importing it would be an impo
 CONNECT_SECONDS = 5.0
 PLACE_SECONDS = 30.0  # for a machine with room, before the next try
 REASON_SECONDS = 0.3  # a process that ended says why soon after its connection is lost
+LOST = "is not connected any more: the process or its machine is gone"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     (0, 0, 0, 4, 0, 0, 0, 0, 0)
 )  # with empty SETTINGS
-ENVIRONMENT = ("HF_", "QUIRE_LOG_")  # variables that the engines get from the HTTP process
+ENVIRONMENT = ("GLOO_", "HF_", "QUIRE_LOG_")  # variables that the engines get from the HTTP process
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,12 @@ class EngineHost:
     that with it: the engine notices either.
     """
 
-    def prepare(self, address: str, environment: dict[str, str]) -> Hosted:
+    def prepare(self, address: str, environment: dict[str, str], program: str, *arguments: str) -> Hosted:
         self._address = address
         self._beats, pipe = os.pipe()
         self._public, self._secret = zmq.curve_keypair()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "quire.link.remote_worker", address, str(pipe)],
+            [sys.executable, "-m", program, address, str(pipe), *arguments],
             stdin=subprocess.PIPE,
             pass_fds=(pipe,),
             env={**os.environ, **environment},
@@ -134,6 +135,38 @@ async def _result(run: Any) -> str:
         return f"was lost by Ray: {_first_line(error)}"
 
 
+async def place(
+    channel: RemoteChannel, what: str, resources: dict[str, float], program: str, *arguments: str
+) -> tuple["ActorHandle", Hosted]:
+    """Starts `program` on a machine that has these resources, and lets it connect."""
+    # SPREAD: on the machine with the fewest of them, where another has room
+    host = ray.remote(EngineHost).options(scheduling_strategy="SPREAD", **resources).remote()
+    log.info("ray       the %s asks for a machine with %s", what, resources)
+    environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    preparing = host.prepare.remote(channel.path, environment, program, *arguments)
+    try:
+        hosted = await asyncio.wait_for(preparing, PLACE_SECONDS)
+        if hosted.version != VERSION:
+            raise ConfigError(
+                f"quire {hosted.version} is installed on node {hosted.node} and {VERSION} here: "
+                "install one version on all machines"
+            )
+    except BaseException as fault:
+        ray.kill(host)
+        channel.close()
+        if isinstance(fault, TimeoutError):
+            raise EngineDead(
+                f"no machine of the Ray cluster had {resources} free for the {what} within "
+                f"{PLACE_SECONDS:.0f} s: add one, or start fewer replicas"
+            ) from None
+        if isinstance(fault, ray.exceptions.RayError):
+            raise EngineDead(f"Ray cannot start the {what}: {_first_line(fault)}") from None
+        raise
+    log.info("ray       the %s is on node %s", what, hosted.node)
+    channel.allow(hosted.key)
+    return host, hosted
+
+
 class RaySupervisor(Supervisor):
     """One engine process at a time, each on a machine that Ray chooses."""
 
@@ -148,30 +181,8 @@ class RaySupervisor(Supervisor):
         cluster, what = self._cluster, f"replica {self._index} engine"
         channel = RemoteChannel(cluster.host, cluster.rpc_port and cluster.rpc_port + self._index)
         resources = cluster.resources(self._config)
-        # SPREAD: on the machine with the fewest of them, where another has room
-        host = ray.remote(EngineHost).options(scheduling_strategy="SPREAD", **resources).remote()
-        log.info("ray       replica %d asks for a machine with %s", self._index, resources)
-        environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
-        try:
-            hosted = await asyncio.wait_for(host.prepare.remote(channel.path, environment), PLACE_SECONDS)
-            if hosted.version != VERSION:
-                raise ConfigError(
-                    f"quire {hosted.version} is installed on node {hosted.node} and {VERSION} here: "
-                    "install one version on all machines"
-                )
-        except BaseException as fault:
-            ray.kill(host)
-            channel.close()
-            if isinstance(fault, TimeoutError):
-                raise EngineDead(
-                    f"no machine of the Ray cluster had {resources} free for the {what} within "
-                    f"{PLACE_SECONDS:.0f} s: add one, or start fewer replicas"
-                ) from None
-            if isinstance(fault, ray.exceptions.RayError):
-                raise EngineDead(f"Ray cannot start the {what}: {_first_line(fault)}") from None
-            raise
+        host, hosted = await place(channel, what, resources, "quire.link.remote_worker")
         self.node, self._what = hosted.node, f"{what} on node {hosted.node}"
-        channel.allow(hosted.key)
         run = host.run.remote(channel.key, framed_config(self._config), self._timeout)
         return HostedProcess(host, hosted.pid, run), channel, None
 
@@ -180,7 +191,7 @@ class RaySupervisor(Supervisor):
         assert isinstance(channel, RemoteChannel)
         await channel.lost()
         await asyncio.sleep(REASON_SECONDS)
-        self._hung = "is not connected any more: the process or its machine is gone"
+        self._hung = LOST
         process.send_signal(9)
 
     def _how_it_ended(self, process: Process) -> Any:
@@ -230,7 +241,7 @@ class RayCluster:
 
     def resources(self, config: EngineConfig) -> dict[str, float]:
         """What a replica takes of a machine."""
-        ranks = config.parallel.num_ranks
+        ranks = 1 if config.parallel.distributed_executor_backend == "ray" else config.parallel.num_ranks
         if self._uses_gpus(config):
             return {"num_cpus": 1, "num_gpus": ranks}
         return {"num_cpus": (config.runner.num_threads or 1) * ranks, "num_gpus": 0}

@@ -46,16 +46,14 @@ class Router:
     def _cached(self, load: Load, prefix: Prefix) -> int:
         """Tokens that need no work there. A missing adapter is work too, so the number may be negative."""
         missing = prefix.adapter is not None and prefix.adapter not in load.adapters
-        known = prefix.tokens_of(load.shadow.match(prefix.hashes)) if prefix.hashes else 0
-        return known - MISSING_ADAPTER * missing
+        return prefix.tokens_of(load.shadow.match(prefix.hashes)) - MISSING_ADAPTER * missing
 
     def sent(self, request_id: str, prefix: Prefix, replica: int) -> None:
         load = self.loads[replica]
-        known = load.shadow.match(prefix.hashes)
-        used = [load.shadow.last_used(piece) for piece in prefix.hashes[:known]]
-        used = [0 if moment in load.computing else moment for moment in used]
+        used = load.shadow.add(prefix.hashes)
+        known, moment = len(used), load.shadow.now
+        used = [0 if before in load.computing else before for before in used]
         uncached = max(0, prefix.num_tokens - prefix.tokens_of(known))
-        moment = load.shadow.add(prefix.hashes)
         self._routed[request_id] = _Routed(replica, prefix, known, uncached, used, moment)
         self._num_sent += 1
         load.last_sent = self._num_sent

@@ -189,8 +189,8 @@ class Servers:
                 "status": "ready" if server.is_up else server.fault,
                 "failures": server.num_failures,
                 "requests_routed": load.stats.num_routed,
-                "requests_open": load.num_open,
-                "pending_tokens": load.pending_tokens,
+                "requests_open": load.stats.num_open,
+                "pending_tokens": load.stats.pending_tokens,
                 "handed_over_tokens": load.stats.handed_over,
                 "cached_tokens_known": load.shadow.num_tokens,
             }

@@ -109,12 +109,12 @@ def select_isa(name: str) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """How many threads native operations use, the calling one included."""
+    """How many threads native operations use that this thread calls, itself included."""
     loaded().library.quire_set_num_threads(count)
 
 
 def num_threads() -> int:
-    """How many threads native operations use."""
+    """How many threads native operations use that this thread calls; the number that was set last if it set none."""
     return int(loaded().library.quire_num_threads())
 
 

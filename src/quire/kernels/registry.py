@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -39,6 +40,20 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
 def forces_reference() -> bool:
     """Whether the user asked for plain torch."""
     return os.environ.get("QUIRE_KERNELS", "") == REFERENCE
+
+
+def keep_threads() -> Callable[[], None]:
+    """Gives the thread that calls the result as many threads as this one has now, for native operations and torch's."""
+    of_torch = torch.get_num_threads()
+    of_native = native.num_threads() if not forces_reference() and native.available() else None
+
+    def keep() -> None:
+        if torch.get_num_threads() != of_torch:
+            torch.set_num_threads(of_torch)
+        if of_native is not None:
+            native.set_num_threads(of_native)
+
+    return keep
 
 
 def operations() -> tuple[str, ...]:

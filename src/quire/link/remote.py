@@ -1,11 +1,16 @@
-"""The engine link between machines: TCP with CURVE keys (ZeroMQ). The engine's end is remote_worker.py.
+"""The engine link between machines: TCP with CURVE keys (ZeroMQ).
 
 Both ends have a key pair and know the other's public key. Each engine process has its own: one with another key, or
 with none, does not connect.
 """
 
 import asyncio
-from typing import Any
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import IO, Any
 
 import zmq
 import zmq.asyncio
@@ -13,11 +18,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.core.errors import ConfigError
-from quire.link.channel import Channel, prepare
+from quire.link.channel import Channel, WorkerChannel, prepare
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
 HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # a machine that answers no heartbeat that long is gone
+CONNECT_SECONDS = 10.0
+KEY_BYTES = 40
 CLOSE_MS = 50  # for the closed connection to leave the socket
 REFUSED_HANDSHAKES = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -67,6 +74,11 @@ class RemoteChannel(Channel):
             ) from error
         self.path = self._socket.get_string(zmq.LAST_ENDPOINT)
 
+    @property
+    def socket(self) -> "zmq.asyncio.Socket":
+        """For bytes that are no messages."""
+        return self._socket
+
     def allow(self, key: bytes) -> None:
         """Lets the engine connect that has this public key, and no other."""
         self._allowed = key
@@ -100,3 +112,64 @@ class RemoteChannel(Channel):
             self._checking.cancel()
             self._socket.disable_monitor()
             self._context.destroy(linger=0)
+
+
+class RemoteWorkerChannel(WorkerChannel):
+    """The engine's end. The process ends with the connection, which is never made a second time."""
+
+    def __init__(self, keys: tuple[bytes, bytes, bytes], address: str) -> None:
+        self._keys = keys
+        super().__init__(address)
+
+    def _connect(self, path: str) -> None:
+        socket = self._socket
+        prepare_remote(socket, path)
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = self._keys
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._events = socket.get_monitor_socket()
+        socket.connect(path)
+        deadline, fault = time.monotonic() + CONNECT_SECONDS, UNREACHABLE
+        while self._events.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            event = recv_monitor_message(self._events)["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                threading.Thread(target=self._end_with_connection, name="link-watch", daemon=True).start()
+                return
+            if event == zmq.Event.CONNECTED:
+                fault = REFUSED
+            elif event in (zmq.Event.CLOSED, zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_AUTH):
+                break
+        log.error("the engine process %s", LINK_FAULTS[fault].format(path))
+        sys.stderr.flush()
+        os._exit(fault)
+
+    def _end_with_connection(self) -> None:
+        with suppress(zmq.ContextTerminated):  # by `close`
+            while (event := recv_monitor_message(self._events)["event"]) != zmq.Event.MONITOR_STOPPED:
+                if event == zmq.Event.DISCONNECTED:
+                    log.error("the engine ends: its connection to the server is lost")
+                    os._exit(0)
+        self._events.close()
+
+    def pass_on(self, target: IO[bytes], source: int) -> None:
+        """What comes to `target`, and what `source` brings back, until that ends."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(source, zmq.POLLIN)
+        while True:
+            for ready, _event in poller.poll():
+                if ready is self._socket:
+                    target.write(self._socket.recv())
+                elif data := os.read(source, 65536):
+                    self._socket.send(data)
+                else:
+                    return
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        super().close()
+
+
+def read_keys() -> tuple[bytes, bytes, bytes]:
+    """From stdin: the client's public key, this end's public and secret one."""
+    server, public, secret = (sys.stdin.buffer.read(KEY_BYTES) for _ in range(3))
+    return server, public, secret

@@ -53,14 +53,6 @@ class SymmetricGroup(Group):
                 piece.copy_(own)
         return super().all_reduce(x, tag, how)
 
-    def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        self._count("all_gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._gathered(x, widths, True)
-
-    def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        self._count("gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._gathered(x, widths, self.rank == 0)
-
     def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
         most = BUFFER // (max(widths) * x.element_size())  # rows at a time
         whole = x.new_empty(x.shape[0], sum(widths)) if wanted else x

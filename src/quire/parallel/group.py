@@ -48,12 +48,12 @@ class Group:
     def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
         """x [T, widths[rank]] -> [T, sum of widths], the ranks' columns side by side."""
         self._count("all_gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._beside(x, widths)
+        return self._gathered(x, widths, True)
 
     def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
         """As `all_gather` on rank 0; other ranks keep x."""
         self._count("gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._beside(x, widths) if self.rank == 0 else x
+        return self._gathered(x, widths, self.rank == 0)
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
         """x, dense, becomes rank 0's; returns x."""
@@ -102,9 +102,11 @@ class Group:
     def _count(self, kind: str, tag: str, payload: int) -> None:
         self._counters[self.counter(kind, tag)] += payload
 
-    def _beside(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """A group of one has all columns; a fake one leaves those of others empty."""
-        if len(widths) == 1:
+    def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
+        """x on a rank that does not want the whole. A group of one has all columns; a fake one leaves those of others
+        empty.
+        """
+        if len(widths) == 1 or not wanted:
             return x
         whole = x.new_zeros(x.shape[0], sum(widths))
         first = sum(widths[: self.rank])

@@ -3,6 +3,9 @@
 import mmap
 import os
 import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -12,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.observe.logs import get_logger
 from quire.parallel.group import LARGEST, SUM, Group, bounds_of
 
 SHARED_FOLDER = "/dev/shm"
 START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
+REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
+log = get_logger(__name__)
 
 
 def shared_file(num_bytes: int) -> int:
@@ -105,41 +111,73 @@ class SharedGroup(Group):
 class TorchGroup(Group):
     """torch.distributed's collectives: gloo for the CPU and between machines, NCCL between GPUs."""
 
-    def __init__(self, backend: str, store: Any, rank: int, size: int) -> None:
+    def __init__(
+        self, backend: str, store: Any, rank: int, size: int, members: Sequence[int] = (), group: Any = None
+    ) -> None:
+        """`group`: the part of the process group, which was made before, that has these `members`."""
         super().__init__(rank, size)
+        self._members, self._torch = members or range(size), group
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._waits = False
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
 
+    def divided(self, parts: Sequence[Sequence[int]]) -> Group:
+        """This rank's part. Every rank gives the same parts."""
+        if len(parts[0]) == 1:
+            return Group()
+        made = [dist.new_group(list(part)) for part in parts]
+        number = next(number for number, part in enumerate(parts) if self.rank in part)
+        own = parts[number]
+        return TorchGroup("", None, own.index(self.rank), len(own), own, made[number])
+
+    def _wait(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A rank that is gone breaks its connections first; soon after it is known which one, and why."""
+        self._waits = True
+        try:
+            return collective(*arguments, group=self._torch, **options)
+        except RuntimeError:
+            deadline = time.monotonic() + REASON_SECONDS
+            while time.monotonic() < deadline:
+                self.check()
+                time.sleep(0.05)
+            raise
+        finally:
+            self._waits = False
+
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
-        dist.all_reduce(x, dist.ReduceOp.MAX if how == LARGEST else dist.ReduceOp.SUM)
+        self._wait(dist.all_reduce, x, dist.ReduceOp.MAX if how == LARGEST else dist.ReduceOp.SUM)
         return super().all_reduce(x, tag, how)
 
-    def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        self._count("all_gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._gathered(x, widths)
-
-    def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        self._count("gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        whole = self._gathered(x, widths)
-        return whole if self.rank == 0 else x
-
-    def _gathered(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+    def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
         padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         pieces = [torch.empty_like(padded) for _ in widths]
-        dist.all_gather(pieces, padded)
+        self._wait(dist.all_gather, pieces, padded)
+        if not wanted:
+            return x
         return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths, strict=True)], dim=1)
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
-        dist.broadcast(x, 0)
+        self._wait(dist.broadcast, x, self._members[0])
         return super().broadcast(x, tag)
 
     def send(self, x: Tensor, to: int, tag: str) -> None:
-        dist.send(x, to)
+        """Returns at once: two stages may send to each other."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        self._sent.append((self._wait(dist.isend, x, self._members[to]), x))
         super().send(x, to, tag)
 
     def receive(self, x: Tensor, source: int, tag: str) -> Tensor:
-        dist.recv(x, source)
+        self._wait(dist.recv, x, self._members[source])
         return super().receive(x, source, tag)
+
+    def abort(self, why: str = "") -> None:
+        """What waits fails with the connection. Where that is still open, the machine being off, the process ends."""
+        time.sleep(REASON_SECONDS)
+        if self._waits:
+            log.error("the engine stopped: %s", why)
+            os._exit(1)
 
     def close(self) -> None:
         if dist.is_initialized():

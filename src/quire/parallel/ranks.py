@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quire.core import errors
 from quire.core.errors import EngineDead, QuireError
-from quire.parallel.group import Group
+
+if TYPE_CHECKING:  # it brings torch, which fleet/ray_ranks.py does without
+    from quire.parallel.group import Group
 
 BEAT_SECONDS = 0.25
 LATE_SECONDS = 1.0  # without a beat: the process is looked at
@@ -66,7 +68,7 @@ class RankProcesses:
         self.send(json.dumps(settings).encode())
         threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
 
-    def attach(self, *groups: Group) -> None:
+    def attach(self, *groups: "Group") -> None:
         """The groups that no rank may wait in once one is gone."""
         for group in groups:
             group.check = self.check

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.core.step import PromptLogprobs, RowStart, Step
 from quire.kernels.native import Arena, Tape
+from quire.kernels.registry import keep_threads
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch, GroupTables, TreeMasks
 from quire.models.model import DecoderModel
@@ -217,7 +218,7 @@ class CpuOps:
             self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, device, adapters
         )
         self._tapes = Tapes(model, pool) if limits.record_decodes else None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
+        self._worker = ThreadPoolExecutor(1, "quire-runner", initializer=keep_threads())
         self.row_tokens = self._rows.token_ids
         self.row_tables = torch.from_numpy(self._rows.tables)
 

@@ -15,7 +15,7 @@ TREE_TOKENS = 1 << 24  # of the 2**26 characters that a tree may hold
 
 def costs(loads: Sequence[Load], num_tokens: int, cached: Sequence[int]) -> Sequence[float]:
     """Busy replicas: the fewest open requests. A good match: the best one. Else the smallest tree."""
-    num_open = [load.num_open for load in loads]
+    num_open = [load.stats.num_open for load in loads]
     most, fewest = max(num_open), min(num_open)
     if most - fewest > BALANCE_DIFFERENCE and most > BALANCE_RATIO * fewest:
         return num_open

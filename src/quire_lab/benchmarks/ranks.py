@@ -97,7 +97,6 @@ def main() -> None:
     least: dict[str, dict[int, float]] = {name: dict.fromkeys(SEQUENCES, 1e9) for name in systems}
     for _ in range(arguments.rounds):
         for name, llm in systems.items():
-            native.set_num_threads(SYSTEMS[name]["num_threads"])  # one number for the whole process
             for count in SEQUENCES:
                 least[name][count] = min(least[name][count], step_seconds(llm, count))
     for llm in systems.values():

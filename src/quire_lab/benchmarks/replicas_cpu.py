@@ -1,8 +1,10 @@
-"""Throughput of two replicas of one thread over one of one thread, and what routing costs. On two CPU cores.
+"""Throughput of two replicas of one thread over one of one thread, on two CPU cores; or what routing costs.
 
     python -m quire_lab.benchmarks.replicas_cpu --rounds 3 --output FILE
+    python -m quire_lab.benchmarks.replicas_cpu --rounds 0 --output FILE
 
-Both servers run; each gets the same load in turn: whole answers of the built-in model, all requests at once.
+Both servers run; each gets the same load in turn: whole answers of the built-in model, all requests at once. Without
+rounds no server runs, and the router's time for a request is measured.
 """
 
 import argparse
@@ -28,25 +30,32 @@ FLAGS = "--num-threads 1 --kv-cache-memory-bytes 1G --max-num-seqs 32"
 
 def main() -> None:
     options = _options()
-    source = str(Path(__file__).parents[2])
-    with serving("builtin", source, FLAGS) as single, serving("builtin", source, f"{FLAGS} -dp 2") as double:
-        urls = dict(zip(COUNTS, (single.url, double.url), strict=True))
-        rates = asyncio.run(measure(urls, options))
-    ratios = [rate[1] / rate[0] for rate in zip(rates[1], rates[2], strict=True)]
     record = {
         "benchmark": "replicas_cpu",
         **describe_origin(),
         "settings": {**vars(options), "flags": FLAGS},
-        "results": {
-            "tokens_per_second": {str(count): rates[count] for count in COUNTS},
-            "ratio": statistics.median(ratios),
-            "routing_microseconds": {str(size): routing_cost(size) for size in (128, 512, 2048, 8192)},
-        },
+        "results": throughput(options) if options.rounds else routing(),
     }
     del record["settings"]["output"]
     print(json.dumps(record["results"], indent=1))
     if options.output:
         Path(options.output).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
+    source = str(Path(__file__).parents[2])
+    with serving("builtin", source, FLAGS) as single, serving("builtin", source, f"{FLAGS} -dp 2") as double:
+        urls = dict(zip(COUNTS, (single.url, double.url), strict=True))
+        rates = asyncio.run(measure(urls, options))
+    ratios = [rate[1] / rate[0] for rate in zip(rates[1], rates[2], strict=True)]
+    return {
+        "tokens_per_second": {str(count): rates[count] for count in COUNTS},
+        "ratio": statistics.median(ratios),
+    }
+
+
+def routing() -> dict[str, Any]:
+    return {"routing_microseconds": {str(size): routing_cost(size) for size in (128, 512, 2048, 8192)}}
 
 
 def _options() -> argparse.Namespace:

@@ -2,13 +2,17 @@
 
 import mmap
 import os
+import socket
 import tempfile
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from quire.core.config import EngineConfig, ModelConfig, ParallelConfig
 from quire.core.errors import ConfigError
@@ -17,12 +21,12 @@ from quire.kernels import native
 from quire.kernels.collective import cpu as collective
 from quire.layers.factory import RankPart
 from quire.parallel.cut import cut_layers, cut_model
-from quire.parallel.processes import SharedGroup, shared_file
+from quire.parallel.processes import START, SharedGroup, TorchGroup, shared_file
 from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
-PEER = "quire.engine.build.peer"  # the program of ranks 1 and up
+PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.fleet.ray_ranks"}  # programs of ranks 1 and up
 DEVICES = "quire.parallel.devices"  # loaded where there are GPUs: it brings all of torch.distributed
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
 
@@ -34,16 +38,16 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     _check(config, plan.model)
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
-    memory = shared_file(_shared_bytes(parallel))
+    memory, store = _meeting_place(parallel)
     described: dict[str, Any] = {
-        "config": asdict(config),
+        "config": asdict(replace(config, runner=replace(config.runner, num_threads=plan.num_threads))),
         "version": VERSION,
         "fingerprint": plan.source.fingerprint,
-        "store": os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}"),
+        "store": store,
     }
-    peers = RankProcesses(PEER, parallel.num_ranks, memory, described)
+    peers = RankProcesses(PEERS[parallel.distributed_executor_backend], parallel.num_ranks, memory, described)
     try:
-        part = rank_part(plan, memory, 0, described["store"])
+        part = rank_part(plan, memory, 0, store, peers.check)
     except BaseException:
         peers.close()
         peers.check()  # a rank that failed is the reason
@@ -53,10 +57,13 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     return replace(plan, part=part), peers
 
 
-def rank_part(plan: BuildPlan, memory: int, rank: int, store: str) -> RankPart:
+def rank_part(
+    plan: BuildPlan, memory: int, rank: int, store: str, check: Callable[[], None] = lambda: None
+) -> RankPart:
     """What rank `rank` computes, and with whom: ranks of one stage follow each other.
 
-    Ranks on GPUs meet at the file `store`, those on a CPU in `memory`.
+    Ranks on GPUs meet at the file `store`, those on a CPU in `memory`, those on several machines at the address
+    `store`, where rank 0 listens with the socket `memory`. `check`: raises if a rank has failed.
     """
     device = plan.precision.device
     if device.type == "cuda":
@@ -68,17 +75,43 @@ def rank_part(plan: BuildPlan, memory: int, rank: int, store: str) -> RankPart:
     parallel = plan.config.parallel
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, within = divmod(rank, size)
+    layers = cut_layers(plan.model, num_stages)[stage] if num_stages > 1 else None
+    cut = cut_model(plan.model, within, size)
+    if parallel.distributed_executor_backend == "ray":
+        host, _, port = store.rpartition(":")
+        own = os.dup(memory) if rank == 0 else None
+        meeting = TCPStore(
+            host or "localhost", int(port), None, rank == 0, START, False, master_listen_fd=own
+        )
+        meeting.set(str(rank), "")
+        names = [str(each) for each in range(parallel.num_ranks)]
+        while rank == 0 and not meeting.check(names):  # until all are there, one of which may fail before
+            check()
+            time.sleep(0.05)
+        all_ranks = TorchGroup("gloo", meeting, rank, parallel.num_ranks)
+        stages = [range(first, first + size) for first in range(0, parallel.num_ranks, size)]
+        rings = [range(first, parallel.num_ranks, size) for first in range(size)]
+        return RankPart(cut, all_ranks.divided(stages), all_ranks.divided(rings), layers, all_ranks)
     mapped = mmap.mmap(memory, _shared_bytes(parallel))
     of_stage, of_ring = (SharedGroup.num_bytes(collective, count) for count in (size, num_stages))
     group = SharedGroup(collective, native, mapped, stage * of_stage, within, size)
     ring = SharedGroup(
         collective, native, mapped, num_stages * of_stage + within * of_ring, stage, num_stages
     )
-    layers = cut_layers(plan.model, num_stages)[stage] if num_stages > 1 else None
     everyone = SharedGroup(
         collective, native, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
     )
-    return RankPart(cut_model(plan.model, within, size), group, ring, layers, everyone)
+    return RankPart(cut, group, ring, layers, everyone)
+
+
+def _meeting_place(parallel: ParallelConfig) -> tuple[int, str]:
+    """A descriptor that is the first rank's, or shared by all, and the `store` of `rank_part`."""
+    if parallel.distributed_executor_backend == "ray":
+        listening = socket.create_server(("", 0))
+        port = listening.getsockname()[1]
+        return listening.detach(), str(port)
+    path = os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}")
+    return shared_file(_shared_bytes(parallel)), path
 
 
 def _shared_bytes(parallel: ParallelConfig) -> int:
@@ -125,6 +158,8 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "stages of a pipeline keep all positions of every layer: leave out pipeline_parallel_size"
     elif stages > 1 and on_gpu:
         why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
+    elif config.parallel.distributed_executor_backend == "ray" and on_gpu:
+        why = "ranks on several machines run on a CPU only so far: leave out distributed_executor_backend"
     elif config.adapters.enabled and on_gpu:
         why = "adapters of several ranks run on a CPU only so far: leave out enable_lora, lora_modules and lora_dir"
     elif stages > 1 and drafts is not None and drafts.tree_width > 1:

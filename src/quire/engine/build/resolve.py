@@ -217,7 +217,10 @@ def block_layout(
 
 
 def set_threads(asked: int | None, precision: Precision) -> int:
-    """The compute threads. Where native kernels do the work, torch keeps to one: two pools would fight."""
+    """The compute threads of what this thread runs and builds.
+
+    Where native kernels do the work, torch keeps to one: two pools would fight.
+    """
     num_threads = asked or native.default_num_threads()
     if precision.device.type != "cpu":
         return num_threads

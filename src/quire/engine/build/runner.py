@@ -11,6 +11,7 @@ from quire.layers.factory import RankPart
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
+from quire.parallel.processes import TorchGroup
 from quire.runner.adapters import AdapterSlots
 from quire.runner.cross import CrossCpuOps
 from quire.runner.cross_cuda import CrossCudaOps
@@ -55,7 +56,8 @@ def runner_limits(
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     # a tape needs native operations throughout; a CUDA graph takes all that a model launches
-    recordable = (model.recordable or precision.device.type == "cuda") and not is_streamed(model)
+    native = model.recordable and not (plan.part is not None and isinstance(plan.part.group, TorchGroup))
+    recordable = (native or precision.device.type == "cuda") and not is_streamed(model)
     return RunnerLimits(
         max_num_seqs,
         max_tokens,

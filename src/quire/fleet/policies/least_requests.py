@@ -6,4 +6,4 @@ from quire.fleet.load import Load
 
 
 def costs(loads: Sequence[Load], _num_tokens: int, _cached: Sequence[int]) -> Sequence[float]:
-    return [load.num_open for load in loads]
+    return [load.stats.num_open for load in loads]

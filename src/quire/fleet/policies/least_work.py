@@ -6,4 +6,4 @@ from quire.fleet.load import OPEN_TOKENS, Load
 
 
 def costs(loads: Sequence[Load], _num_tokens: int, _cached: Sequence[int]) -> Sequence[float]:
-    return [load.pending_tokens + OPEN_TOKENS * load.num_open for load in loads]
+    return [load.stats.pending_tokens + OPEN_TOKENS * load.stats.num_open for load in loads]

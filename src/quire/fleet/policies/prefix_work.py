@@ -12,8 +12,8 @@ from quire.fleet.load import OPEN_TOKENS, Load
 
 def costs(loads: Sequence[Load], num_tokens: int, cached: Sequence[int]) -> Sequence[float]:
     return [
-        load.pending_tokens
-        + OPEN_TOKENS * load.num_open
+        load.stats.pending_tokens
+        + OPEN_TOKENS * load.stats.num_open
         + (1.0 + load.shadow.share_filled(num_tokens - known)) * (num_tokens - known)
         for load, known in zip(loads, cached, strict=True)
     ]

@@ -94,10 +94,7 @@ void* quire_operation(const char* isa, const char* name) {
     return nullptr;
 }
 
-void quire_set_num_threads(int count) {
-    std::lock_guard<std::mutex> lock(*quire::one_caller);
-    quire::set_num_threads(count);
-}
+void quire_set_num_threads(int count) { quire::set_num_threads(count); }
 
 int quire_num_threads() { return quire::num_threads(); }
 

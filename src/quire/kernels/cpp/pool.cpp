@@ -53,7 +53,8 @@ struct Pool {
 };
 
 Pool* pool = new Pool;  // never destroyed: workers outlive static destructors
-int thread_count = 1;
+std::atomic<int> usual_count{1};   // of threads that set none of their own
+thread_local int own_count = 0;  // 0: none was set
 thread_local bool inside_work = false;
 
 void run_share(Pool& p, Share& share) {
@@ -104,8 +105,7 @@ void worker_main(Pool* p, int index) {
     }
 }
 
-void start_workers(Pool& p) {
-    const int wanted = thread_count - 1;
+void start_workers(Pool& p, int wanted) {
     p.wanted_workers.store(wanted, std::memory_order_relaxed);
     for (; p.num_workers < wanted; ++p.num_workers) {
         std::thread(worker_main, &p, p.num_workers).detach();
@@ -143,7 +143,8 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
         return;
     }
     Pool& p = *pool;
-    start_workers(p);
+    const int thread_count = num_threads();
+    start_workers(p, thread_count - 1);
     const int64_t chunks = (count + grain - 1) / grain;
     p.work.store(work, std::memory_order_relaxed);
     p.context.store(context, std::memory_order_relaxed);
@@ -170,8 +171,12 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
     }
 }
 
-int num_threads() { return thread_count; }
-void set_num_threads(int count) { thread_count = count < 1 ? 1 : count < kMaxThreads ? count : kMaxThreads; }
+int num_threads() { return own_count > 0 ? own_count : usual_count.load(std::memory_order_relaxed); }
+
+void set_num_threads(int count) {
+    own_count = count < 1 ? 1 : count < kMaxThreads ? count : kMaxThreads;
+    usual_count.store(own_count, std::memory_order_relaxed);
+}
 
 void* thread_scratch(size_t num_bytes) { return thread_buffer.at_least(num_bytes); }
 void* shared_scratch(size_t num_bytes) { return shared_buffer->at_least(num_bytes); }

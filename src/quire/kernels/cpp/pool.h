@@ -15,6 +15,7 @@ using Work = void (*)(const void* context, int64_t begin, int64_t end);
 // delayed thread holds up one chunk at most.
 void run_parallel(int64_t count, int64_t grain, Work work, const void* context);
 
+// Of operations that the calling thread runs; a thread that set no number takes the one that was set last.
 int num_threads();
 void set_num_threads(int count);
 

@@ -1,0 +1,66 @@
+"""A rank on a machine that Ray chooses: `python -m quire.fleet.ray_ranks RANK REPORTS MEMORY`, in place of its process.
+
+Rank 0 starts it as it starts ranks on its own machine. It passes the Steps on to the rank, and the rank's reports back,
+over TCP with CURVE keys; nothing of a step passes through Ray. Tensors go from rank to rank (gloo).
+"""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from quire.core.errors import QuireError
+from quire.fleet.ray_cluster import LOST, REASON_SECONDS, HostedProcess, RayCluster, place
+from quire.link.remote import RemoteChannel
+from quire.parallel.ranks import frame, read_frames
+
+PIECE = 1 << 20  # bytes
+
+
+async def run(rank: int, reports: int) -> None:
+    """Until stdin ends, or the rank. Raises QuireError that says how the rank ended."""
+    settings: dict[str, Any] = json.loads(next(read_frames(sys.stdin.buffer)))
+    cluster = RayCluster(os.environ.get("RAY_ADDRESS"))
+    settings["store"] = f"{cluster.host}:{settings['store']}"
+    channel = RemoteChannel(cluster.host)
+    resources = {"num_cpus": settings["config"]["runner"]["num_threads"], "num_gpus": 0}
+    host, hosted = await place(channel, f"rank {rank}", resources, "quire.link.remote_peer", str(rank))
+    process = HostedProcess(host, hosted.pid, host.run.remote(channel.key, b"", 0.0))
+    await channel.socket.send(frame(json.dumps(settings).encode()))
+    sending = asyncio.create_task(_send(channel))
+    others = [
+        asyncio.create_task(task) for task in (_receive(channel, reports), channel.lost(), process.wait())
+    ]
+    await asyncio.wait({sending, *others}, return_when=asyncio.FIRST_COMPLETED)
+    if not sending.done():
+        await asyncio.sleep(
+            REASON_SECONDS
+        )  # the last report may still come, and Ray says how the process ended
+        raise QuireError(f"on node {hosted.node} {process.how or LOST}")
+    process.send_signal(9)
+    await process.wait()
+
+
+async def _send(channel: RemoteChannel) -> None:
+    while data := await asyncio.to_thread(sys.stdin.buffer.read1, PIECE):  # type: ignore[union-attr]
+        await channel.socket.send(data)
+
+
+async def _receive(channel: RemoteChannel, reports: int) -> None:
+    while True:
+        os.write(reports, await channel.socket.recv())
+
+
+async def main() -> None:
+    rank, reports, memory = map(int, sys.argv[1:])
+    os.close(memory)
+    try:
+        await run(rank, reports)
+    except QuireError as fault:
+        os.write(reports, json.dumps(("EngineDead", str(fault))).encode() + b"\n")
+    os._exit(0)  # a thread waits for stdin, and asyncio would wait for it
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
