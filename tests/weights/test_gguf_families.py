@@ -496,8 +496,13 @@ def test_a_classifier_without_one_of_its_matrices_is_refused(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"conversion of BERT leaves out the other, the pooler's"):
         GgufSource(write(tmp_path / "c.gguf", "bert", keys, tensors))
     tensors["cls.weight"] = torch.zeros(8, 8)
-    with pytest.raises(ModelError, match=r"3 classifier\.output_labels for 2 classes"):
-        GgufSource(write(tmp_path / "d.gguf", "bert", keys, tensors))
+    for labels in (["a", "b", "c"], 7, "ab"):
+        wrong = {**keys, "classifier.output_labels": labels}
+        with pytest.raises(ModelError, match=r"classifier\.output_labels=.* are not the names of 2 classes"):
+            GgufSource(write(tmp_path / "d.gguf", "bert", wrong, tensors))
+    tensors["cls.output.weight"] = torch.zeros(10**10, 0)  # takes no byte of the file
+    with pytest.raises(ModelError, match=r"cls\.output\.weight has 10000000000 classes"):
+        GgufSource(write(tmp_path / "e.gguf", "bert", keys, tensors))
 
 
 def test_the_table_of_architectures_names_what_is_read_from_gguf() -> None:

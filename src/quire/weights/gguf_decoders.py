@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
+from quire.weights.gguf_file import StringArray
+from quire.weights.labels import MAX_LABELS
 
 Config = dict[str, Any]
 
@@ -221,10 +223,14 @@ def _classifier(keys: Metadata) -> tuple[str, Config]:
             "the pooler's, without which scores are not the model's: use the Hugging Face folder"
         )
     count, names = keys.rows("cls.output.weight"), keys.get("classifier.output_labels")
-    labels = [f"LABEL_{i}" for i in range(count)] if names is None else list(names)
-    if len(labels) != count:
+    if not 1 <= count <= MAX_LABELS:
         raise keys.error(
-            f"{len(labels)} classifier.output_labels for {count} classes: convert the model again"
+            f"cls.output.weight has {count} classes, where 1 to {MAX_LABELS} can be: convert it again"
+        )
+    labels = [f"LABEL_{i}" for i in range(count)] if names is None else names
+    if not isinstance(labels, list | StringArray) or len(labels) != count:
+        raise keys.error(
+            f"classifier.output_labels={names!r:.80} are not the names of {count} classes: convert the model again"
         )
     # Of ModernBERT; its files do not say which tokens are pooled, and llama.cpp takes all.
     pooling = "cls" if keys.get("pooling_type") == 2 else "mean"

@@ -65,6 +65,9 @@ class StringArray:
     def __len__(self) -> int:
         return self._length
 
+    def __repr__(self) -> str:
+        return f"<{self._length} strings>"
+
     def __iter__(self) -> Iterator[str]:
         held, at = self._buffer[self._start : self._end], 0  # slices of bytes are quicker than of a map
         length_at = struct.Struct("<Q").unpack_from
