@@ -60,6 +60,22 @@ def test_steps_recover_after_a_slow_one():
     assert abs(prompt - settled) <= 16
 
 
+def test_a_goal_is_kept_after_a_load_that_is_gone():
+    """The last decode steps had 256 rows and took longer than steps with prompts take now."""
+
+    def cpu(tokens):
+        return 0.004 + 0.0001 * tokens
+
+    pacing = Pacing(0.015)
+    for _ in range(10):
+        note(pacing, 256, 0, cpu(256))
+    prompt = FIRST
+    for _ in range(30):
+        note(pacing, 8, prompt, cpu(8 + prompt))
+        prompt = pacing.prompt_tokens(8, 10**4)
+        assert cpu(8 + prompt) < 1.2 * 0.015
+
+
 def test_a_long_queue_makes_steps_longer_up_to_a_bound():
     pacing = Pacing(None)
     settle(pacing, 32, waiting=1000)

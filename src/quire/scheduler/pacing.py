@@ -2,7 +2,7 @@
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-GROWTH = 1.1
+GROWTH = 1.1  # of a step over the measured ones, at most
 WHOLE, LARGE = 16, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
 LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
 # `auto`, of a step with prompts:
@@ -81,14 +81,15 @@ class Pacing:
         goal = self._goal
         if goal is None:
             goal = self._auto(num_rows, num_waiting, token_seconds)
-        measured = self._tokens / self._steps
-        tokens = max(goal / token_seconds, GROWTH * measured, measured + WHOLE)
+        tokens = goal / token_seconds
         further = self._tokens - self._steps * self._decode_rows
         further_seconds = self._seconds - self._steps * self._decode_seconds
-        if further > 0.0 and further_seconds > 0.0:
-            tokens = min(
-                tokens, self._decode_rows + (goal - self._decode_seconds) * further / further_seconds
-            )
+        if (
+            further > 0.0 and further_seconds > 0.0
+        ):  # they are not where the last decode steps had far more rows
+            measured = self._tokens / self._steps
+            line = self._decode_rows + (goal - self._decode_seconds) * further / further_seconds
+            tokens = min(line, max(tokens, GROWTH * measured, measured + WHOLE))
         multiple = WHOLE if tokens < LARGE else 4 * WHOLE  # as GEMMs and graphs are
         self._planned = max(num_rows + FEWEST, round(tokens / multiple) * multiple)
         return self._planned - num_rows
