@@ -1,5 +1,8 @@
 """Quire serves large language models: attention's memory in pages, many requests in one batch."""
 
+import gc
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import QuireError
@@ -37,9 +40,19 @@ _LAZY = {  # importing quire must not import torch: `quire --help` should answer
 }
 
 
+def load_module(name: str) -> ModuleType:
+    """Imports without garbage collection: torch makes many objects and no garbage, and three full collections of them
+    are a tenth of a start."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(load_module(_LAZY[name]), name)

@@ -113,7 +113,7 @@ class Failing:
     ],
 )
 def test_an_error_is_one_line_and_a_code(run, monkeypatch, error, code, expected):
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Failing(error))
+    monkeypatch.setattr(cli, "load_module", lambda name: Failing(error))
     monkeypatch.delenv("QUIRE_LOG_LEVEL", raising=False)
     ran = run("env")
     assert ran.code == code
@@ -121,7 +121,7 @@ def test_an_error_is_one_line_and_a_code(run, monkeypatch, error, code, expected
 
 
 def test_the_traceback_is_there_for_those_who_ask(run, monkeypatch):
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Failing(ValueError("odd")))
+    monkeypatch.setattr(cli, "load_module", lambda name: Failing(ValueError("odd")))
     monkeypatch.setenv("QUIRE_LOG_LEVEL", "debug")
     assert "Traceback" in run("env").err
 

@@ -1,14 +1,13 @@
 """`quire COMMAND …`: finds the command, parses its flags, turns errors into one line and an exit code."""
 
 import difflib
-import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire import __version__
+from quire import __version__, load_module
 from quire.cli.parser import Parser
 from quire.core.errors import QuireError
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not words or words[0] not in COMMANDS:
             return _without_command(words)
-        module = importlib.import_module(COMMANDS[words[0]].module)
+        module = load_module(COMMANDS[words[0]].module)
         parser = Parser(prog=f"quire {words[0]}", description=COMMANDS[words[0]].help)
         module.add_arguments(parser)
         code = int(module.run(parser.parse(words[1:])))
