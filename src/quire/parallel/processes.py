@@ -162,9 +162,10 @@ class TorchGroup(Group):
         return super().broadcast(x, tag)
 
     def send(self, x: Tensor, to: int, tag: str) -> None:
-        """Returns at once: two stages may send to each other."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        """Returns at once while few are under way: two stages may send to each other."""
+        if len(self._sent) > 2 * self.size:  # more than steps in flight: this one has been received
+            oldest = self._sent.popleft()  # of gloo's sends only `wait` tells whether they have ended
+            self._wait(lambda group: oldest[0].wait())
         self._sent.append((self._wait(dist.isend, x, self._members[to]), x))
         super().send(x, to, tag)
 
