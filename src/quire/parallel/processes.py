@@ -118,7 +118,7 @@ class TorchGroup(Group):
         super().__init__(rank, size)
         self._members, self._torch = members or range(size), group
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._waits = False
+        self._waits, self._on_gpus = False, "nccl" in backend
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
 
@@ -174,12 +174,14 @@ class TorchGroup(Group):
         return super().receive(x, source, tag)
 
     def abort(self, why: str = "") -> None:
-        """What waits fails with the connection. Where that is still open, the machine being off, the process ends."""
+        """What waits fails with the connection. Where that is still open, the machine being off, the process ends, and
+        where a kernel may wait.
+        """
         time.sleep(REASON_SECONDS)
-        if self._waits:
+        if self._waits or self._on_gpus:
             log.error("the engine stopped: %s", why)
             os._exit(1)
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._on_gpus:  # NCCL waits for peers, which have ended
             dist.destroy_process_group()
