@@ -158,7 +158,8 @@ class RemoteWorkerChannel(WorkerChannel):
         while True:
             for ready, _event in poller.poll():
                 if ready is self._socket:
-                    target.write(self._socket.recv())
+                    with suppress(BrokenPipeError):  # it has ended: `source` may still say why
+                        target.write(self._socket.recv())
                 elif data := os.read(source, 65536):
                     self._socket.send(data)
                 else:
