@@ -230,9 +230,10 @@ class RayCluster:
             return [replace(own, runner=replace(own.runner, device="cuda")) for own in configs]
         if config.runner.num_threads is not None:
             return configs
-        cores = [int(node.get("CPU", 0)) // config.parallel.num_ranks for node in self._nodes]
+        together = config.parallel.ranks_on_machine
+        cores = [int(node.get("CPU", 0)) // together for node in self._nodes]
         for threads in range(max(cores), 0, -1):
-            if sum(each // threads for each in cores) >= count:
+            if sum(each // threads for each in cores) >= count * config.parallel.num_ranks // together:
                 return with_threads(configs, threads)
         raise ConfigError(
             f"data_parallel_size={count} and the {len(self._nodes)} nodes of the Ray cluster have "
@@ -241,7 +242,7 @@ class RayCluster:
 
     def resources(self, config: EngineConfig) -> dict[str, float]:
         """What a replica takes of a machine."""
-        ranks = 1 if config.parallel.distributed_executor_backend == "ray" else config.parallel.num_ranks
+        ranks = config.parallel.ranks_on_machine
         if self._uses_gpus(config):
             return {"num_cpus": 1, "num_gpus": ranks}
         return {"num_cpus": (config.runner.num_threads or 1) * ranks, "num_gpus": 0}

@@ -125,7 +125,7 @@ def _shared_bytes(parallel: ParallelConfig) -> int:
 
 def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
     """With the device of this rank: each has a GPU of its own."""
-    size, device = config.parallel.num_ranks, resolve_device(config.runner.device)
+    size, device = config.parallel.ranks_on_machine, resolve_device(config.runner.device)
     if device.type != "cuda":
         return config
     count = torch.cuda.device_count()
