@@ -35,7 +35,7 @@ REFUSED_HANDSHAKES = (
 UNREACHABLE, REFUSED = 3, 4
 LINK_FAULTS = {
     UNREACHABLE: "cannot reach the server at {}: open this port between the machines "
-    "(--data-parallel-rpc-port chooses it)",
+    "(--data-parallel-rpc-port chooses those of replicas)",
     REFUSED: "was refused by the server at {}: the keys do not match; another server has this port, perhaps",
 }
 
