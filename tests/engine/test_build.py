@@ -1,11 +1,16 @@
 """Building an engine: what is refused before anything is loaded."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch.distributed as dist
 
 from quire.core import laboratory
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.build import build
+from quire.engine.build import assemble, build
+from quire.layers.factory import RankPart
+from quire.parallel.processes import TorchGroup
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,18 @@ def test_without_the_laboratory_its_settings_say_how_to_install_it(monkeypatch, 
     with pytest.raises(ConfigError, match="pip install") as refusal:
         build(EngineConfig.of(**settings))
     assert flag in str(refusal.value)
+
+
+def test_a_build_that_fails_leaves_no_process_group(monkeypatch):
+    """Another engine of ranks on several machines may follow in this process."""
+
+    def fail(*_arguments: object) -> None:
+        raise ConfigError("no")
+
+    part = RankPart(None, TorchGroup("gloo", dist.HashStore(), 0, 1))
+    peers = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(assemble, "start_ranks", lambda *_arguments: (SimpleNamespace(part=part), peers))
+    monkeypatch.setattr(assemble, "assemble", fail)
+    with pytest.raises(ConfigError):
+        build(EngineConfig.of(tensor_parallel_size=2))
+    assert not dist.is_initialized()

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.cli import serve
 from quire.cli.main import main
 from quire.cli.parser import Parser
-from quire.core.config import EngineConfig
+from quire.core.config import EngineConfig, ParallelConfig
 from quire.core.errors import ConfigError
 from quire.server.settings import ServerSettings
 from tests.conftest import ROOT
@@ -98,6 +98,12 @@ def test_each_replica_gets_gpus_or_its_share_of_the_cores() -> None:
     assert gpus.resources(gpus.configs(config, 2)[0]) == {"num_cpus": 1, "num_gpus": 1}
     ranks = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
     assert gpus.resources(ranks)["num_gpus"] == 2
+    spread = replace(
+        config, parallel=ParallelConfig(tensor_parallel_size=4, distributed_executor_backend="ray")
+    )
+    four = cluster(*[{"CPU": 2.0}] * 4)
+    for count, threads in ((1, 2), (2, 1)):  # each rank has its place
+        assert four.configs(spread, count)[0].runner.num_threads == threads
 
 
 def test_the_kuberay_example_has_a_cluster_and_a_server_that_joins_it() -> None:

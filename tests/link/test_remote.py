@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -15,7 +17,7 @@ import zmq.asyncio
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.link.messages import Note, encode, framed_config
-from quire.link.remote import REFUSED, SILENT_SECONDS, UNREACHABLE, RemoteChannel
+from quire.link.remote import REFUSED, SILENT_SECONDS, UNREACHABLE, RemoteChannel, RemoteWorkerChannel
 
 KEYS = zmq.curve_keypair()
 
@@ -117,6 +119,67 @@ def test_a_lost_connection_is_noticed_at_once() -> None:
                 await asyncio.wait_for(lost, 0.8 * SILENT_SECONDS)  # not for want of heartbeats
 
     asyncio.run(run())
+
+
+def rank_beside(folder, program: str, channel: RemoteChannel) -> "subprocess.Popen[bytes]":
+    """What stands beside a rank on another machine; the rank's program is this one."""
+    (folder / "rank_stub.py").write_text(program)
+    start = "from quire.link import remote_peer; remote_peer.PEER = 'rank_stub'; remote_peer.main()"
+    beside = subprocess.Popen(
+        [sys.executable, "-c", start, channel.path, "-1", "1"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+    )
+    assert beside.stdin is not None
+    beside.stdin.write(channel.key + KEYS[0] + KEYS[1])
+    beside.stdin.flush()
+    return beside
+
+
+def test_a_rank_that_exits_elsewhere_reports_first_and_its_code_is_passed_on(tmp_path) -> None:
+    async def run() -> None:
+        async with listening() as channel:
+            program = "import os, sys; os.write(int(sys.argv[2]), b'why'); os._exit(3)"
+            beside = rank_beside(tmp_path, program, channel)
+            assert await asyncio.wait_for(channel.socket.recv(), 60) == b"why"
+            assert await asyncio.to_thread(beside.wait, 60) == 3
+            assert beside.stderr.read() == b""
+
+    asyncio.run(run())
+
+
+def test_a_rank_elsewhere_ends_with_the_connection_also_while_it_reads_no_stdin(tmp_path) -> None:
+    async def run() -> int:
+        async with listening() as channel:
+            program = "import os, sys, time; os.write(int(sys.argv[2]), b'%d' % os.getpid()); time.sleep(60)"
+            beside = rank_beside(tmp_path, program, channel)
+            pid = int(await asyncio.wait_for(channel.socket.recv(), 60))
+        assert await asyncio.to_thread(beside.wait, 60) == 0
+        return pid
+
+    pid, deadline = asyncio.run(run()), time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rank_that_ended_is_heard_although_a_step_came_after() -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as client, context.socket(zmq.PAIR) as own:
+        client.bind("inproc://rank")
+        own.connect("inproc://rank")
+        channel = object.__new__(RemoteWorkerChannel)
+        channel._socket = own
+        read, write = os.pipe()
+        os.close(read)  # the rank's stdin
+        reports, end = os.pipe()
+        os.write(end, b"why")
+        os.close(end)
+        client.send(b"a step")
+        with open(write, "wb", buffering=0) as target:
+            channel.pass_on(target, reports)
+        os.close(reports)
+        assert client.recv() == b"why"
 
 
 def test_random_bytes_with_and_without_a_key_end_nothing(caplog) -> None:

@@ -37,7 +37,10 @@ def _run(target: Callable[..., Any], open_group: Callable[..., Group], where: An
 
     def work(rank: int) -> None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-        results.put((rank, target(open_group(where, rank, size))))
+        group = open_group(where, rank, size)
+        found = target(group)
+        group.numbers(0)  # what was sent has been received: the process may end
+        results.put((rank, found))
 
     processes = [context.Process(target=work, args=(rank,)) for rank in range(size)]
     for process in processes:
@@ -101,6 +104,19 @@ def test_shared_memory_gives_every_rank_the_same(size):
 
 def test_gloo_gives_the_same(tmp_path):
     _check_kinds(_run(_all_kinds, _gloo, str(tmp_path), 2), 2)
+
+
+def _many_sent(group: Group) -> int:
+    for turn in range(40):
+        if group.rank == 0:
+            group.send(torch.full((4,), float(turn)), 1, "a")
+        else:
+            assert group.receive(torch.empty(4), 0, "a").tolist() == [turn] * 4
+    return len(group._sent)
+
+
+def test_gloo_keeps_few_of_the_tensors_that_were_sent(tmp_path):
+    assert max(_run(_many_sent, _gloo, str(tmp_path), 2)) <= 5
 
 
 def _taped(group: Group) -> tuple[list[float], dict[tuple[str, str], int]]:

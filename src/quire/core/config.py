@@ -350,6 +350,11 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def ranks_on_machine(self) -> int:
+        """Ranks that share the cores and GPUs of one machine. Ray gives each its own, wherever it is."""
+        return 1 if self.distributed_executor_backend == "ray" else self.num_ranks
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:

@@ -6,7 +6,6 @@ gives all of its memory back.
 """
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 from quire.core.config import Task
 from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound, QuireError
 from quire.link.http_client import HttpClient
-from quire.observe.host import START_ON_STDIN
+from quire.observe.host import START_ON_STDIN, end_with_parent
 from quire.observe.logs import get_logger
 from quire.weights.architectures import task_of
 from quire.weights.builtin import is_builtin_encoder
@@ -29,7 +28,6 @@ from quire.weights.builtin import is_builtin_encoder
 log = get_logger(__name__)
 STARTED = re.compile(r"serving\s+(http://\S+?)/v1")
 STOP_SECONDS = 30.0
-PR_SET_PDEATHSIG = 1  # of prctl
 LOOK_SECONDS = 0.5  # between two looks for idle models
 BUILTIN = "builtin"  # as a source: the model that `quire serve` has by default
 LAST_LINES = 5  # of a process's log that an error shows
@@ -97,7 +95,7 @@ class ModelProcess:
             stdin=asyncio.subprocess.PIPE,
             env=environment | {START_ON_STDIN: "1"},
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
         self._ready = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(self._process, self._ready), name=f"log-{entry.name}")
@@ -169,11 +167,6 @@ class ModelProcess:
             with suppress(asyncio.CancelledError, EngineDead):
                 await self._reading
         self._process = self._reading = self._ready = None
-
-
-def _end_with_parent() -> None:
-    """In the child: the kernel sends SIGTERM when this process ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def memory_of(pid: int) -> int | None:

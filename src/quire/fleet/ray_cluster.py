@@ -31,7 +31,7 @@ try:
     import ray
 except ImportError as error:
     raise ConfigError(
-        f"--data-parallel-backend ray needs Ray ({error}): pip install 'quire[ray]', on every machine"
+        f"the backend ray needs Ray ({error}): pip install 'quire[ray]', on every machine"
     ) from error
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ async def place(
         if isinstance(fault, TimeoutError):
             raise EngineDead(
                 f"no machine of the Ray cluster had {resources} free for the {what} within "
-                f"{PLACE_SECONDS:.0f} s: add one, or start fewer replicas"
+                f"{PLACE_SECONDS:.0f} s: add one, or start fewer replicas or ranks"
             ) from None
         if isinstance(fault, ray.exceptions.RayError):
             raise EngineDead(f"Ray cannot start the {what}: {_first_line(fault)}") from None
@@ -211,7 +211,8 @@ class RayCluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"no Ray cluster at {address or 'this machine'} ({_first_line(error)}): start one with "
-                "`ray start --head`, join it with `ray start --address HOST:6379`, or give --ray-address"
+                "`ray start --head`, join it with `ray start --address HOST:6379`, or give --ray-address, for ranks "
+                "RAY_ADDRESS"
             ) from None
         self.rpc_port = rpc_port
         self.host: str = ray.util.get_node_ip_address()
@@ -230,9 +231,10 @@ class RayCluster:
             return [replace(own, runner=replace(own.runner, device="cuda")) for own in configs]
         if config.runner.num_threads is not None:
             return configs
-        cores = [int(node.get("CPU", 0)) // config.parallel.num_ranks for node in self._nodes]
+        together = config.parallel.ranks_on_machine
+        cores = [int(node.get("CPU", 0)) // together for node in self._nodes]
         for threads in range(max(cores), 0, -1):
-            if sum(each // threads for each in cores) >= count:
+            if sum(each // threads for each in cores) >= count * config.parallel.num_ranks // together:
                 return with_threads(configs, threads)
         raise ConfigError(
             f"data_parallel_size={count} and the {len(self._nodes)} nodes of the Ray cluster have "
@@ -241,7 +243,7 @@ class RayCluster:
 
     def resources(self, config: EngineConfig) -> dict[str, float]:
         """What a replica takes of a machine."""
-        ranks = 1 if config.parallel.distributed_executor_backend == "ray" else config.parallel.num_ranks
+        ranks = config.parallel.ranks_on_machine
         if self._uses_gpus(config):
             return {"num_cpus": 1, "num_gpus": ranks}
         return {"num_cpus": (config.runner.num_threads or 1) * ranks, "num_gpus": 0}
@@ -268,7 +270,8 @@ def _check_address(address: str | None) -> None:
                 raise OSError("another server listens there")
     except OSError as error:
         raise ConfigError(
-            f"no Ray cluster at {address} ({error}): start one with `ray start --head`, or correct --ray-address"
+            f"no Ray cluster at {address} ({error}): start one with `ray start --head`, or correct --ray-address, "
+            "for ranks RAY_ADDRESS"
         ) from None
 
 

@@ -8,41 +8,42 @@ import asyncio
 import json
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
-from quire.core.errors import QuireError
-from quire.fleet.ray_cluster import LOST, REASON_SECONDS, HostedProcess, RayCluster, place
+from quire.core.errors import EngineDead
 from quire.link.remote import RemoteChannel
-from quire.parallel.ranks import frame, read_frames
+from quire.parallel.ranks import Reporter, frame, read_frames
 
+CLUSTER = "quire.fleet.ray_cluster"  # a ConfigError where Ray is not installed: `main` reports it
 PIECE = 1 << 20  # bytes
 
 
 async def run(rank: int, reports: int) -> None:
-    """Until stdin ends, or the rank. Raises QuireError that says how the rank ended."""
+    """Until stdin ends, or the rank. Raises EngineDead that says how the rank ended."""
     settings: dict[str, Any] = json.loads(next(read_frames(sys.stdin.buffer)))
-    cluster = RayCluster(os.environ.get("RAY_ADDRESS"))
+    ray = import_module(CLUSTER)
+    cluster = ray.RayCluster(os.environ.get("RAY_ADDRESS"))
     settings["store"] = f"{cluster.host}:{settings['store']}"
     channel = RemoteChannel(cluster.host)
     resources = {"num_cpus": settings["config"]["runner"]["num_threads"], "num_gpus": 0}
-    host, hosted = await place(channel, f"rank {rank}", resources, "quire.link.remote_peer", str(rank))
-    process = HostedProcess(host, hosted.pid, host.run.remote(channel.key, b"", 0.0))
-    await channel.socket.send(frame(json.dumps(settings).encode()))
-    sending = asyncio.create_task(_send(channel))
+    host, hosted = await ray.place(channel, f"rank {rank}", resources, "quire.link.remote_peer", str(rank))
+    process = ray.HostedProcess(host, hosted.pid, host.run.remote(channel.key, b"", 0.0))
+    sending = asyncio.create_task(_send(channel, frame(json.dumps(settings).encode())))
     others = [
         asyncio.create_task(task) for task in (_receive(channel, reports), channel.lost(), process.wait())
     ]
     await asyncio.wait({sending, *others}, return_when=asyncio.FIRST_COMPLETED)
     if not sending.done():
-        await asyncio.sleep(
-            REASON_SECONDS
-        )  # the last report may still come, and Ray says how the process ended
-        raise QuireError(f"on node {hosted.node} {process.how or LOST}")
+        # the last report may still come, and Ray says how the process ended
+        await asyncio.sleep(ray.REASON_SECONDS)
+        raise EngineDead(f"on node {hosted.node} {process.how or ray.LOST}")
     process.send_signal(9)
     await process.wait()
 
 
-async def _send(channel: RemoteChannel) -> None:
+async def _send(channel: RemoteChannel, settings: bytes) -> None:
+    await channel.socket.send(settings)  # waits for the rank's connection, which may never come
     while data := await asyncio.to_thread(sys.stdin.buffer.read1, PIECE):  # type: ignore[union-attr]
         await channel.socket.send(data)
 
@@ -57,8 +58,8 @@ async def main() -> None:
     os.close(memory)
     try:
         await run(rank, reports)
-    except QuireError as fault:
-        os.write(reports, json.dumps(("EngineDead", str(fault))).encode() + b"\n")
+    except Exception as fault:
+        Reporter(reports).fail(fault)
     os._exit(0)  # a thread waits for stdin, and asyncio would wait for it
 
 

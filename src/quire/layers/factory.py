@@ -51,6 +51,10 @@ class RankPart:
     def is_first(self) -> bool:
         return self.stages.rank == 0
 
+    def close(self) -> None:
+        for group in (self.group, self.stages):
+            group.close()
+
     def __str__(self) -> str:
         stage = (
             ""

@@ -35,7 +35,7 @@ REFUSED_HANDSHAKES = (
 UNREACHABLE, REFUSED = 3, 4
 LINK_FAULTS = {
     UNREACHABLE: "cannot reach the server at {}: open this port between the machines "
-    "(--data-parallel-rpc-port chooses it)",
+    "(--data-parallel-rpc-port chooses those of replicas)",
     REFUSED: "was refused by the server at {}: the keys do not match; another server has this port, perhaps",
 }
 
@@ -158,7 +158,8 @@ class RemoteWorkerChannel(WorkerChannel):
         while True:
             for ready, _event in poller.poll():
                 if ready is self._socket:
-                    target.write(self._socket.recv())
+                    with suppress(BrokenPipeError):  # it has ended: `source` may still say why
+                        target.write(self._socket.recv())
                 elif data := os.read(source, 65536):
                     self._socket.send(data)
                 else:

@@ -1,9 +1,13 @@
 """The cores and GPUs of this machine, as far as this process may use them."""
 
+import ctypes
 import glob
 import os
+import signal
+import sys
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1  # of prctl
 START_ON_STDIN = (
     "QUIRE_START_ON_STDIN"  # a server with this variable imports, and starts after a line on stdin
 )
@@ -50,3 +54,9 @@ def visible_gpus() -> list[str]:
 def see_one_gpu(index: int) -> None:
     """From now on this process sees this GPU only. Before CUDA is started."""
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[index]
+
+
+def end_with_parent() -> None:
+    """In a child before it runs its program: the kernel sends SIGTERM when the parent ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -118,7 +118,7 @@ class TorchGroup(Group):
         super().__init__(rank, size)
         self._members, self._torch = members or range(size), group
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._waits = False
+        self._waits, self._on_gpus = False, "nccl" in backend
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
 
@@ -162,9 +162,10 @@ class TorchGroup(Group):
         return super().broadcast(x, tag)
 
     def send(self, x: Tensor, to: int, tag: str) -> None:
-        """Returns at once: two stages may send to each other."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        """Returns at once while few are under way: two stages may send to each other."""
+        if len(self._sent) > 2 * self.size:  # more than steps in flight: this one has been received
+            oldest = self._sent.popleft()  # of gloo's sends only `wait` tells whether they have ended
+            self._wait(lambda group: oldest[0].wait())
         self._sent.append((self._wait(dist.isend, x, self._members[to]), x))
         super().send(x, to, tag)
 
@@ -173,12 +174,14 @@ class TorchGroup(Group):
         return super().receive(x, source, tag)
 
     def abort(self, why: str = "") -> None:
-        """What waits fails with the connection. Where that is still open, the machine being off, the process ends."""
+        """What waits fails with the connection. Where that is still open, the machine being off, the process ends, and
+        where a kernel may wait.
+        """
         time.sleep(REASON_SECONDS)
-        if self._waits:
+        if self._waits or self._on_gpus:
             log.error("the engine stopped: %s", why)
             os._exit(1)
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._on_gpus:  # NCCL waits for peers, which have ended
             dist.destroy_process_group()

@@ -91,6 +91,8 @@ class RankProcesses:
     def close(self) -> None:
         """Ends all of them. Calling it twice is fine."""
         self._closing = True
+        for group in self._groups:
+            group.check = _closed  # what waits in it fails without a fault to wait for
         for process in self._processes:
             with suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]
@@ -167,6 +169,10 @@ class RankProcesses:
     def _abort(self) -> None:
         for group in self._groups:
             group.abort(str(self._fault))
+
+
+def _closed() -> None:
+    raise EngineDead("the engine is closed, and its ranks with it")
 
 
 class Reporter:

@@ -223,5 +223,4 @@ class RankedRunner:
         self._local.log_end()
         self._peers.close()
         self._local.close()
-        for group in (self._local.part.group, self._local.part.stages):
-            group.close()
+        self._local.part.close()

@@ -94,6 +94,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engin
         return assemble(plan, load, started, peers)
     except BaseException:
         peers.close()
+        if plan.part is not None:
+            plan.part.close()
         raise
 
 

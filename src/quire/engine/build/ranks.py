@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed as dist
 
 from quire.core.config import EngineConfig, ModelConfig, ParallelConfig
 from quire.core.errors import ConfigError
@@ -39,8 +39,10 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
     memory, store = _meeting_place(parallel)
+    device = plan.precision.device.type  # `auto` may be another one on another machine
+    runner = replace(config.runner, num_threads=plan.num_threads, device=device)
     described: dict[str, Any] = {
-        "config": asdict(replace(config, runner=replace(config.runner, num_threads=plan.num_threads))),
+        "config": asdict(replace(config, runner=runner)),
         "version": VERSION,
         "fingerprint": plan.source.fingerprint,
         "store": store,
@@ -50,9 +52,12 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
         part = rank_part(plan, memory, 0, store, peers.check)
     except BaseException:
         peers.close()
+        if parallel.distributed_executor_backend == "ray" and dist.is_initialized():
+            dist.destroy_process_group()
         peers.check()  # a rank that failed is the reason
         raise
-    os.close(memory)
+    finally:
+        os.close(memory)
     peers.attach(part.group, part.stages, part.everyone)
     return replace(plan, part=part), peers
 
@@ -78,6 +83,8 @@ def rank_part(
     layers = cut_layers(plan.model, num_stages)[stage] if num_stages > 1 else None
     cut = cut_model(plan.model, within, size)
     if parallel.distributed_executor_backend == "ray":
+        from torch._C._distributed_c10d import TCPStore  # not every torch has it
+
         host, _, port = store.rpartition(":")
         own = os.dup(memory) if rank == 0 else None
         meeting = TCPStore(
@@ -107,7 +114,9 @@ def rank_part(
 def _meeting_place(parallel: ParallelConfig) -> tuple[int, str]:
     """A descriptor that is the first rank's, or shared by all, and the `store` of `rank_part`."""
     if parallel.distributed_executor_backend == "ray":
-        listening = socket.create_server(("", 0))
+        both = socket.has_dualstack_ipv6()  # Ray's name for this machine may be of either kind
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         port = listening.getsockname()[1]
         return listening.detach(), str(port)
     path = os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}")
@@ -125,7 +134,7 @@ def _shared_bytes(parallel: ParallelConfig) -> int:
 
 def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
     """With the device of this rank: each has a GPU of its own."""
-    size, device = config.parallel.num_ranks, resolve_device(config.runner.device)
+    size, device = config.parallel.ranks_on_machine, resolve_device(config.runner.device)
     if device.type != "cuda":
         return config
     count = torch.cuda.device_count()
@@ -160,6 +169,8 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
     elif config.parallel.distributed_executor_backend == "ray" and on_gpu:
         why = "ranks on several machines run on a CPU only so far: leave out distributed_executor_backend"
+    elif config.parallel.distributed_executor_backend == "ray" and dist.is_initialized():
+        why = "torch.distributed is in use in this process, by another engine perhaps: close that first"
     elif config.adapters.enabled and on_gpu:
         why = "adapters of several ranks run on a CPU only so far: leave out enable_lora, lora_modules and lora_dir"
     elif stages > 1 and drafts is not None and drafts.tree_width > 1:

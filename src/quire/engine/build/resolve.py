@@ -100,7 +100,7 @@ def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task
         config = encoder_decoder_config(
             config, max_model_len, default_limits(config.scheduler, precision.device)
         )
-    usual = max(1, native.default_num_threads() // config.parallel.num_ranks)
+    usual = max(1, native.default_num_threads() // config.parallel.ranks_on_machine)
     num_threads = set_threads(config.runner.num_threads or usual, precision)
     return BuildPlan(config, source, model, precision, max_model_len, num_threads)
 
