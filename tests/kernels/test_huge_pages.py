@@ -1,6 +1,8 @@
 """Memory that tensors give back is used again, and no more of it is kept than is said."""
 
 import gc
+import platform
+import resource
 import threading
 
 import pytest
@@ -68,3 +70,15 @@ def test_what_is_larger_than_all_that_is_kept_throws_nothing_out(
     del small
     del large
     assert spares.num_bytes == SMALLEST_ALONE
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_tensors_of_a_step_fault_no_pages_in_the_next() -> None:
+    huge_pages.keep_freed()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(40 << 20, dtype=torch.uint8)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert min(faults() for _ in range(5)) < 1000, "each tensor has 10,240 pages"

@@ -61,6 +61,8 @@ def load(
     """
     model = _built(config or describe(source.config, task), factory)
     _fill(model, source, factory, progress, seed)
+    if factory.device.type == "cpu":
+        huge_pages.keep_freed()  # of steps: what loading freed has been returned
     return model
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.core.step import PromptLogprobs, RowStart, Step
+from quire.kernels import huge_pages
 from quire.kernels.native import Arena, Tape
 from quire.kernels.registry import keep_threads
 from quire.layers.attention import Pool
@@ -287,3 +288,4 @@ class CpuOps:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
+        huge_pages.release_freed()

@@ -1,6 +1,5 @@
 """finetune: from a data file and a model's name to an adapter's folder."""
 
-import ctypes
 import math
 import multiprocessing
 import shutil
@@ -16,6 +15,7 @@ import torch
 from quire.adapters.peft import WEIGHTS
 from quire.core.config import ModelConfig
 from quire.core.errors import ConfigError, TrainingError
+from quire.kernels import huge_pages
 from quire.models.registry import describe
 from quire.text.load import load_tokenizer
 from quire.text.template import load_template
@@ -35,7 +35,6 @@ from quire.weights.wheel import Progress
 QLORA_BITS = 8  # a base with fewer is trained by QLoRA only
 MAX_CONTEXT = 4096  # tokens of an example, unless the settings say more
 OnLine = Callable[[str], None]
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def finetune(
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     if device.type == "cpu":
-        _keep_freed_memory()
+        huge_pages.keep_freed()
     if job.world > 1:
         start_ranks(job.rank, job.world, job.address, device)
     try:
@@ -148,14 +147,6 @@ def prepare(
         f"rate {settings.learning_rate:g} ({settings.schedule}), {settings.optimizer}"
     )
     return trainer
-
-
-def _keep_freed_memory() -> None:
-    """glibc gives large blocks back at once, and every step would fault their pages in again: half of its time."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _check_output(job: FinetuneJob) -> None:
