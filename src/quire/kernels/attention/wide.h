@@ -43,37 +43,68 @@ inline void widen_values(const TileRows<Element>& rows, int64_t head_dim, int64_
     }
 }
 
-struct FourRows { Floats row[kWideRows]; };
+#ifdef __AVX512F__
+constexpr int kScoreVectors = 2;  // of keys, for four queries at a time: more products than loads
+#else
+constexpr int kScoreVectors = 1;  // there are half as many registers, of half the size
+#endif
+constexpr int kFoldLevels = 3;    // pairs of lanes: 1 << kFoldLevels
 
-// Lanes kLane, kLane + kStride, ... of head_dim, folded in the order of `sum`: the lane's own products first.
-// kDim is padded_dim where it is known when compiling, else 0.
-template <int kLane, int kStride, int kDim>
-__attribute__((always_inline)) inline FourRows folded_products(const float* queries, int64_t padded_dim,
-                                                               const float* keys) {
-    FourRows result;
-    if constexpr (kStride == kLanes) {
-        const int64_t dim = kDim > 0 ? kDim : padded_dim;
-        for (int row = 0; row < kWideRows; ++row) result.row[row] = zeros();
-        for (int64_t i = kLane; i < dim; i += kLanes) {
-            const Floats key = load(keys + i * kTilePositions);
-            for (int row = 0; row < kWideRows; ++row) {
-                result.row[row] = fused(broadcast(queries[row * dim + i]), key, result.row[row]);
-            }
-        }
-    } else {
-        const FourRows low = folded_products<kLane, 2 * kStride, kDim>(queries, padded_dim, keys);
-        const FourRows high = folded_products<kLane + kStride, 2 * kStride, kDim>(queries, padded_dim, keys);
-        for (int row = 0; row < kWideRows; ++row) result.row[row] = add(low.row[row], high.row[row]);
+struct ScoreSums { Floats of[kWideRows][kScoreVectors]; };
+
+template <class Operation>
+__attribute__((always_inline)) inline void each_sum(Operation operation) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kWideRows; ++row) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kScoreVectors; ++i) operation(row, i);
     }
-    return result;
 }
 
-// Scores of four queries with the first `count` keys of a tile.
+// The products of one lane of head_dim, summed in order, of four queries with vectors of keys.
+template <int kDim>
+__attribute__((always_inline)) inline ScoreSums lane_products(const float* queries, int64_t padded_dim,
+                                                              const float* keys) {
+    const int64_t dim = kDim > 0 ? kDim : padded_dim;
+    ScoreSums sums;
+    each_sum([&](int row, int i) { sums.of[row][i] = zeros(); });
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < dim; i += kLanes) {
+        Floats key[kScoreVectors];
+#pragma GCC unroll 8
+        for (int j = 0; j < kScoreVectors; ++j) key[j] = load(keys + i * kTilePositions + j * kLanes);
+        each_sum([&](int row, int j) {
+            sums.of[row][j] = fused(broadcast(queries[row * dim + i]), key[j], sums.of[row][j]);
+        });
+    }
+    return sums;
+}
+
+// Scores of four queries with the first `count` keys of a tile. Lanes of head_dim are folded in the order of `sum`: first
+// those that are half of all apart, then such sums as a binary counter carries. Sums that wait for their other half are in
+// memory, since registers are for the two lanes at work. kDim is padded_dim where it is known when compiling, else 0.
 template <int kDim>
 inline void wide_scores(const float* queries, int64_t padded_dim, const float* keys, int64_t count, float* scores) {
-    for (int64_t first = 0; first < count; first += kLanes) {
-        const FourRows folded = folded_products<0, 1, kDim>(queries, padded_dim, keys + first);
-        for (int row = 0; row < kWideRows; ++row) store(scores + row * kTilePositions + first, folded.row[row]);
+    constexpr int kHalf = kLanes / 2;
+    static constexpr int kPairLanes[1 << kFoldLevels] = {0, 4, 2, 6, 1, 5, 3, 7};
+    alignas(64) float waiting[kFoldLevels][kWideRows][kScoreVectors * kLanes];
+    for (int64_t first = 0; first < count; first += kScoreVectors * kLanes) {
+        for (int pair = 0; pair < 1 << kFoldLevels; ++pair) {
+            const int lane = kPairLanes[pair];
+            const float *q = queries + lane, *k = keys + lane * kTilePositions + first;
+            ScoreSums sums = lane_products<kDim>(q, padded_dim, k);
+            const ScoreSums other = lane_products<kDim>(q + kHalf, padded_dim, k + kHalf * kTilePositions);
+            each_sum([&](int row, int i) { sums.of[row][i] = add(sums.of[row][i], other.of[row][i]); });
+            int level = 0;
+            for (; pair >> level & 1; ++level) {
+                each_sum([&](int row, int i) {
+                    sums.of[row][i] = add(load(waiting[level][row] + i * kLanes), sums.of[row][i]);
+                });
+            }
+            float* target = level < kFoldLevels ? waiting[level][0] : scores + first;
+            const int64_t stride = level < kFoldLevels ? kScoreVectors * kLanes : kTilePositions;
+            each_sum([&](int row, int i) { store(target + row * stride + i * kLanes, sums.of[row][i]); });
+        }
     }
 }
 
