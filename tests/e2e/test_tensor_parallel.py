@@ -145,8 +145,8 @@ def test_ranks_over_tcp_give_the_bits_of_one_and_a_lost_one_is_named(shape, monk
 
 
 def test_a_rank_that_ends_before_all_have_met_is_named(monkeypatch):
-    monkeypatch.setitem(ranks.PEERS, "ray", "this")  # a module that prints a poem and ends
-    with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) exited with code 0"):
+    monkeypatch.setitem(ranks.PEERS, "ray", "this")  # a module that prints a poem, and has no `main`
+    with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) exited with code 1"):
         LLM(tensor_parallel_size=2, distributed_executor_backend="ray", num_blocks=32, use_tqdm=False)
 
 

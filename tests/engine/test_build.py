@@ -9,7 +9,9 @@ from quire.core import laboratory
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import assemble, build
+from quire.engine.build.resolve import BuildPlan
 from quire.layers.factory import RankPart
+from quire.parallel.group import Group
 from quire.parallel.processes import TorchGroup
 
 
@@ -33,10 +35,16 @@ def test_a_build_that_fails_leaves_no_process_group(monkeypatch):
     def fail(*_arguments: object) -> None:
         raise ConfigError("no")
 
-    part = RankPart(None, TorchGroup("gloo", dist.HashStore(), 0, 1))
+    part = RankPart(None, Group(), everyone=TorchGroup("gloo", dist.HashStore(), 0, 1))
     peers = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(assemble, "start_ranks", lambda *_arguments: (SimpleNamespace(part=part), peers))
     monkeypatch.setattr(assemble, "assemble", fail)
     with pytest.raises(ConfigError):
         build(EngineConfig.of(tensor_parallel_size=2))
     assert not dist.is_initialized()
+
+
+def test_ranks_on_other_machines_do_not_count_where_memory_is_divided():
+    everyone = SimpleNamespace(numbers=lambda own: [own, own + 1, own])
+    assert BuildPlan.ranks_here(SimpleNamespace(part=SimpleNamespace(everyone=everyone))) == 2
+    assert BuildPlan.ranks_here(SimpleNamespace(part=None)) == 1

@@ -1,11 +1,11 @@
 """What stands beside rank 0 for a rank elsewhere, without Ray: faults of a start are reported."""
 
 import asyncio
-import io
 import json
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Pipe
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,10 +13,10 @@ import zmq
 
 from quire.core.errors import EngineDead
 from quire.fleet import ray_ranks
-from quire.parallel.ranks import BEAT, frame
+from quire.parallel.ranks import BEAT, read_frames
 
-SETTINGS = frame(json.dumps({"store": "1", "config": {"runner": {"num_threads": 1}}}).encode())
-START = "import runpy, sys; sys.modules['ray'] = None; runpy.run_module('quire.fleet.ray_ranks', run_name='__main__')"
+SETTINGS = json.dumps({"store": "1", "config": {"runner": {"num_threads": 1}}}).encode()
+START = "import sys; sys.modules['ray'] = None; from quire.fleet import ray_ranks; ray_ranks.main()"
 
 
 def test_a_rank_that_never_connects_ends_with_the_reason(monkeypatch) -> None:
@@ -45,11 +45,10 @@ def test_a_rank_that_never_connects_ends_with_the_reason(monkeypatch) -> None:
         REASON_SECONDS=0.0,
     )
     monkeypatch.setitem(sys.modules, ray_ranks.CLUSTER, cluster)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(SETTINGS)))
 
     async def run() -> None:
         try:
-            await asyncio.wait_for(ray_ranks.run(1, -1), 10)
+            await asyncio.wait_for(ray_ranks.run(1, iter([SETTINGS]), Pipe(duplex=False)[1]), 10)
         finally:
             channels[0].close()
 
@@ -59,12 +58,13 @@ def test_a_rank_that_never_connects_ends_with_the_reason(monkeypatch) -> None:
 
 def test_a_machine_without_ray_is_told_what_to_install() -> None:
     reports, end = os.pipe()
+    stdin, frames = Pipe(duplex=False)
+    frames.send_bytes(SETTINGS)
     memory = os.dup(end)
     command = [sys.executable, "-c", START, "1", str(end), str(memory)]
-    subprocess.run(command, input=SETTINGS, pass_fds=(end, memory), timeout=60, check=False)
+    subprocess.run(command, stdin=stdin.fileno(), pass_fds=(end, memory), timeout=60, check=False)
     os.close(end)
     os.close(memory)
-    with open(reports, "rb") as said:
-        kind, message = json.loads(said.read().replace(BEAT, b""))
+    kind, message = json.loads(next(said for said in read_frames(reports) if said != BEAT))
     assert kind == "ConfigError"
     assert "pip install 'quire[ray]'" in message

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,12 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.link.messages import Note, encode, framed_config
 from quire.link.remote import REFUSED, SILENT_SECONDS, UNREACHABLE, RemoteChannel, RemoteWorkerChannel
+from quire.observe.host import python_command
 
 KEYS = zmq.curve_keypair()
+STUB = """import os, sys, time
+from multiprocessing.connection import Connection
+Connection(int(sys.argv[2]), readable=False)."""
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +57,7 @@ def test_an_engine_with_a_wrong_key_or_address_ends_with_one_line(wrong: str, ca
             nothing = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             address = nothing if wrong == "no server" else channel.path
             engine = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "quire.link.remote_worker", address, "2"),
+                *python_command("quire.link.worker", address, 2),
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
@@ -140,7 +145,7 @@ def rank_beside(folder, program: str, channel: RemoteChannel) -> "subprocess.Pop
 def test_a_rank_that_exits_elsewhere_reports_first_and_its_code_is_passed_on(tmp_path) -> None:
     async def run() -> None:
         async with listening() as channel:
-            program = "import os, sys; os.write(int(sys.argv[2]), b'why'); os._exit(3)"
+            program = STUB + "send_bytes(b'why'); os._exit(3)"
             beside = rank_beside(tmp_path, program, channel)
             assert await asyncio.wait_for(channel.socket.recv(), 60) == b"why"
             assert await asyncio.to_thread(beside.wait, 60) == 3
@@ -152,7 +157,7 @@ def test_a_rank_that_exits_elsewhere_reports_first_and_its_code_is_passed_on(tmp
 def test_a_rank_elsewhere_ends_with_the_connection_also_while_it_reads_no_stdin(tmp_path) -> None:
     async def run() -> int:
         async with listening() as channel:
-            program = "import os, sys, time; os.write(int(sys.argv[2]), b'%d' % os.getpid()); time.sleep(60)"
+            program = STUB + "send_bytes(b'%d' % os.getpid()); time.sleep(60)"
             beside = rank_beside(tmp_path, program, channel)
             pid = int(await asyncio.wait_for(channel.socket.recv(), 60))
         assert await asyncio.to_thread(beside.wait, 60) == 0
@@ -170,15 +175,14 @@ def test_a_rank_that_ended_is_heard_although_a_step_came_after() -> None:
         own.connect("inproc://rank")
         channel = object.__new__(RemoteWorkerChannel)
         channel._socket = own
-        read, write = os.pipe()
-        os.close(read)  # the rank's stdin
-        reports, end = os.pipe()
-        os.write(end, b"why")
-        os.close(end)
+        stdin, target = Pipe(duplex=False)
+        stdin.close()  # the rank's
+        reports, end = Pipe(duplex=False)
+        end.send_bytes(b"why")
+        end.close()
         client.send(b"a step")
-        with open(write, "wb", buffering=0) as target:
+        with target, reports:
             channel.pass_on(target, reports)
-        os.close(reports)
         assert client.recv() == b"why"
 
 

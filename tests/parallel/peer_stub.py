@@ -1,10 +1,11 @@
-"""A peer without a model: what it is told to do, it does. `python -m tests.parallel.peer_stub RANK REPORTS MEMORY`."""
+"""A peer without a model: what it is told to do, it does. `main` with the arguments RANK REPORTS MEMORY."""
 
 import json
 import os
 import random
 import sys
 import time
+from multiprocessing.connection import Connection
 
 from quire.core.errors import EngineDead
 from quire.parallel.ranks import BEAT, read_frames
@@ -12,20 +13,19 @@ from quire.parallel.wire import decode_step
 
 
 def main() -> None:
-    rank, reports = int(sys.argv[1]), int(sys.argv[2])
-    frames = read_frames(sys.stdin.buffer)
+    rank, reports = int(sys.argv[1]), Connection(int(sys.argv[2]), readable=False)
+    frames = read_frames()
     does = json.loads(next(frames))["does"]
-    os.write(reports, BEAT)
+    reports.send_bytes(BEAT)
     os.pwrite(int(sys.argv[3]), b"1", rank)  # from here on it is heard of
     if rank == 1 and does == "fail":
-        os.write(reports, json.dumps(("ConfigError", "there is no GPU here")).encode() + b"\n")
+        reports.send_bytes(json.dumps(("ConfigError", "there is no GPU here")).encode())
     elif rank == 1 and does == "exit":
         os._exit(3)
     elif rank == 1 and does == "babble":
         drawn = random.Random(0)
         for _ in range(10_000):
-            os.write(reports, drawn.randbytes(drawn.randrange(1, 64)))
-        os.write(reports, b"\n")  # a report ends here, however its bytes were joined
+            os.write(reports.fileno(), drawn.randbytes(drawn.randrange(1, 64)))
     elif rank == 1 and does == "count":  # frames that are no step, until an empty one
         count = 0
         while data := next(frames):
@@ -33,11 +33,7 @@ def main() -> None:
                 decode_step(data)
             except EngineDead:
                 count += 1
-        os.write(reports, json.dumps(("ConfigError", f"{count} frames refused")).encode() + b"\n")
+        reports.send_bytes(json.dumps(("ConfigError", f"{count} frames refused")).encode())
     for _ in frames:
         pass
     time.sleep(0.0)
-
-
-if __name__ == "__main__":
-    main()

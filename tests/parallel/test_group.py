@@ -14,7 +14,7 @@ import torch.distributed as dist
 from quire.kernels import native
 from quire.kernels.collective import cpu
 from quire.kernels.native import Tape
-from quire.parallel.group import LARGEST, FakeGroup, Group
+from quire.parallel.group import LARGEST, Group
 from quire.parallel.processes import SharedGroup, TorchGroup, shared_file
 
 needs_native = pytest.mark.skipif(not native.available(), reason="shared memory needs the native kernels")
@@ -23,7 +23,7 @@ WIDTHS = (3, 1, 4)
 
 def _shared(descriptor: int, rank: int, size: int) -> Group:
     memory = mmap.mmap(descriptor, SharedGroup.num_bytes(cpu, size))
-    return SharedGroup(cpu, native, memory, 0, rank, size)
+    return SharedGroup(cpu, memory, 0, rank, size)
 
 
 def _gloo(folder: str, rank: int, size: int) -> Group:
@@ -156,7 +156,7 @@ def test_an_abort_ends_a_wait():
 
 @pytest.mark.parametrize("size", [1, 4, 8])
 def test_a_fake_group_counts_by_the_formulas(size):
-    group = FakeGroup(1 if size > 1 else 0, size)
+    group = Group(1 if size > 1 else 0, size)
     group.all_reduce(torch.zeros(3, 16), "h")
     group.gather(torch.zeros(3, 2), (2,) * size, "v")
     expected = {

@@ -8,7 +8,7 @@ from quire.layers.factory import LayerFactory, RankPart
 from quire.models.loading import load
 from quire.models.registry import describe
 from quire.parallel.cut import cut_model
-from quire.parallel.group import FakeGroup
+from quire.parallel.group import Group
 from quire.weights.cut import CutSource
 from quire.weights.source import DummySource
 from tests.adapters.making import LLAMA_SHAPE
@@ -32,7 +32,7 @@ def test_a_step_moves_what_the_formulas_say(size, tokens, tmp_path):
     whole = describe(source.config)
     base = LayerFactory.of(whole, quantization="none")
     for rank in (0, size - 1):
-        part = RankPart(cut_model(whole, rank, size), FakeGroup(rank, size))
+        part = RankPart(cut_model(whole, rank, size), Group(rank, size))
         factory = LayerFactory(base.number_format, "cpu", None, part)
         model = load(CutSource(source, part.cut), factory, config=part.cut.local)
         pages = Pages(model, [tokens], 4)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quire.adapters.adapter_file import TensorEntry
 from quire.adapters.packing import Matrices
-from quire.parallel.cut import Cut, TensorCut, divided
+from quire.parallel.cut import Cut, divided
+from quire.weights.cut import TensorCut, tensor_cut
 
 Shape = tuple[int, int, int, int]  # site, rank, inputs, outputs
 
@@ -36,7 +37,7 @@ class Shards:
 
     def site(self, name: str) -> TensorCut | None:
         """None: every rank has all of it, such as an embedding."""
-        return self.cut.tensor(f"{name}.weight")
+        return tensor_cut(self.cut, f"{name}.weight")
 
     def matrices(self, m: Matrices, a: TensorEntry, b: TensorEntry) -> tuple[Matrices, ...]:
         """A part of the adapter as its two sites, or as one where the model's site is whole."""

@@ -24,7 +24,7 @@ from quire.models import registry
 from quire.models.expert_placement import experts_away, resident_experts
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.parallel.cut import cut_model
-from quire.parallel.group import FakeGroup
+from quire.parallel.group import Group
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
 from quire.weights.source import Source
 
@@ -178,7 +178,7 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     max_model_len = resolve_max_model_len(config, model)
     part, size = None, config.parallel.num_ranks
     if size > 1:
-        ranks = [RankPart(cut_model(model, rank, size), FakeGroup(rank, size)) for rank in range(size)]
+        ranks = [RankPart(cut_model(model, rank, size), Group(rank, size)) for rank in range(size)]
         part = max(ranks, key=lambda rank: rank.cut.local.num_kv_heads)  # blocks are largest there
         model = part.cut.local
     weights = weight_shape(part.cut.model if part else model, precision.format, source.encodings, part)

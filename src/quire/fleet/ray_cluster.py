@@ -24,7 +24,8 @@ from quire.link.client import EngineClient, unbounded
 from quire.link.heartbeat import until_hung
 from quire.link.messages import framed_config
 from quire.link.remote import LINK_FAULTS, RemoteChannel
-from quire.link.supervise import Process, Supervisor, ending
+from quire.link.supervise import Process, Supervisor
+from quire.observe.host import ending, python_command
 from quire.observe.logs import get_logger
 
 try:
@@ -69,7 +70,7 @@ class EngineHost:
         self._beats, pipe = os.pipe()
         self._public, self._secret = zmq.curve_keypair()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", program, address, str(pipe), *arguments],
+            python_command(program, address, pipe, *arguments),
             stdin=subprocess.PIPE,
             pass_fds=(pipe,),
             env={**os.environ, **environment},
@@ -181,7 +182,7 @@ class RaySupervisor(Supervisor):
         cluster, what = self._cluster, f"replica {self._index} engine"
         channel = RemoteChannel(cluster.host, cluster.rpc_port and cluster.rpc_port + self._index)
         resources = cluster.resources(self._config)
-        host, hosted = await place(channel, what, resources, "quire.link.remote_worker")
+        host, hosted = await place(channel, what, resources, "quire.link.worker")
         self.node, self._what = hosted.node, f"{what} on node {hosted.node}"
         run = host.run.remote(channel.key, framed_config(self._config), self._timeout)
         return HostedProcess(host, hosted.pid, run), channel, None

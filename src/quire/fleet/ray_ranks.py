@@ -1,4 +1,4 @@
-"""A rank on a machine that Ray chooses: `python -m quire.fleet.ray_ranks RANK REPORTS MEMORY`, in place of its process.
+"""A rank on a machine that Ray chooses: `main` with the arguments RANK REPORTS MEMORY, in place of its process.
 
 Rank 0 starts it as it starts ranks on its own machine. It passes the Steps on to the rank, and the rank's reports back,
 over TCP with CURVE keys; nothing of a step passes through Ray. Tensors go from rank to rank (gloo).
@@ -8,20 +8,22 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
+from multiprocessing.connection import Connection
 from typing import Any
 
 from quire.core.errors import EngineDead
 from quire.link.remote import RemoteChannel
-from quire.parallel.ranks import Reporter, frame, read_frames
+from quire.parallel.ranks import Reporter, read_frames
 
 CLUSTER = "quire.fleet.ray_cluster"  # a ConfigError where Ray is not installed: `main` reports it
-PIECE = 1 << 20  # bytes
 
 
-async def run(rank: int, reports: int) -> None:
-    """Until stdin ends, or the rank. Raises EngineDead that says how the rank ended."""
-    settings: dict[str, Any] = json.loads(next(read_frames(sys.stdin.buffer)))
+async def run(rank: int, frames: Iterator[bytes], reports: Connection) -> None:
+    """Until `frames` end, or the rank. Raises EngineDead that says how the rank ended."""
+    settings: dict[str, Any] = json.loads(next(frames))
     ray = import_module(CLUSTER)
     cluster = ray.RayCluster(os.environ.get("RAY_ADDRESS"))
     settings["store"] = f"{cluster.host}:{settings['store']}"
@@ -29,7 +31,7 @@ async def run(rank: int, reports: int) -> None:
     resources = {"num_cpus": settings["config"]["runner"]["num_threads"], "num_gpus": 0}
     host, hosted = await ray.place(channel, f"rank {rank}", resources, "quire.link.remote_peer", str(rank))
     process = ray.HostedProcess(host, hosted.pid, host.run.remote(channel.key, b"", 0.0))
-    sending = asyncio.create_task(_send(channel, frame(json.dumps(settings).encode())))
+    sending = asyncio.create_task(_send(channel, chain((json.dumps(settings).encode(),), frames)))
     others = [
         asyncio.create_task(task) for task in (_receive(channel, reports), channel.lost(), process.wait())
     ]
@@ -42,26 +44,25 @@ async def run(rank: int, reports: int) -> None:
     await process.wait()
 
 
-async def _send(channel: RemoteChannel, settings: bytes) -> None:
-    await channel.socket.send(settings)  # waits for the rank's connection, which may never come
-    while data := await asyncio.to_thread(sys.stdin.buffer.read1, PIECE):  # type: ignore[union-attr]
-        await channel.socket.send(data)
+async def _send(channel: RemoteChannel, frames: Iterator[bytes]) -> None:
+    while (data := await asyncio.to_thread(next, frames, None)) is not None:
+        await channel.socket.send(data)  # the first waits for the rank's connection, which may never come
 
 
-async def _receive(channel: RemoteChannel, reports: int) -> None:
+async def _receive(channel: RemoteChannel, reports: Connection) -> None:
     while True:
-        os.write(reports, await channel.socket.recv())
+        reports.send_bytes(await channel.socket.recv())
 
 
-async def main() -> None:
-    rank, reports, memory = map(int, sys.argv[1:])
-    os.close(memory)
+async def _run_and_report(rank: int, reports: Connection) -> None:
     try:
-        await run(rank, reports)
+        await run(rank, read_frames(), reports)
     except Exception as fault:
         Reporter(reports).fail(fault)
     os._exit(0)  # a thread waits for stdin, and asyncio would wait for it
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+def main() -> None:
+    rank, reports, memory = map(int, sys.argv[1:])
+    os.close(memory)
+    asyncio.run(_run_and_report(rank, Connection(reports, readable=False)))

@@ -52,8 +52,7 @@ class RankPart:
         return self.stages.rank == 0
 
     def close(self) -> None:
-        for group in (self.group, self.stages):
-            group.close()
+        self.everyone.close()
 
     def __str__(self) -> str:
         stage = (

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from quire.kernels.lora import reference
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
-from quire.parallel.cut import Cut, TensorCut, divided
+from quire.parallel.cut import Cut, divided
 from quire.parallel.group import Group
+from quire.weights.cut import TensorCut, tensor_cut
 
 if TYPE_CHECKING:
     from quire.layers.parameters import LayerPart, Loader
@@ -199,7 +200,7 @@ def install_sites(
         assert len(parts) <= MAX_PARTS, f"{parts[0][0]} is fused with more than {MAX_PARTS - 1} others"
         alike = tuple(re.sub(r"\d+", "#", name) for name, _ in parts)
         kind = kinds.setdefault(alike, len(kinds))
-        cuts = [None if cut is None else cut.tensor(f"{name}.weight") for name, _ in parts]
+        cuts = [None if cut is None else tensor_cut(cut, f"{name}.weight") for name, _ in parts]
         widths = [
             part.num_outputs if rows is None or rows.dimension else rows.size
             for (_, part), rows in zip(parts, cuts, strict=True)

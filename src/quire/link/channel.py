@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from quire.link.messages import (
     pack_ints,
     pack_report,
 )
-from quire.link.step_log import StepLog, StepRecord
+from quire.link.step_log import StepLog
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:  # it brings torch, which the client's process does without
@@ -209,27 +209,9 @@ class WorkerChannel:
             self._step_log.start()
         self._answer(loop, call_id, steps=[] if on else self._step_log.stop())
 
-    def _answer(
-        self,
-        loop: EngineLoop,
-        call_id: int,
-        error: str | None = None,
-        steps: Sequence[StepRecord] = (),
-        blocks: dict[str, int] | None = None,
-        sequences: Sequence[ShownSequence] = (),
-    ) -> None:
-        engine = loop.engine
-        self.send(
-            Done(
-                call_id,
-                engine.queue_stats(),
-                engine.snapshot(),
-                error,
-                list(steps),
-                blocks or {},
-                list(sequences),
-            )
-        )
+    def _answer(self, loop: EngineLoop, call_id: int, error: str | None = None, **found: Any) -> None:
+        """`found`: what else the Done has."""
+        self.send(Done(call_id, loop.engine.queue_stats(), loop.engine.snapshot(), error, **found))
 
     def _change_adapters(
         self, loop: EngineLoop, call_id: int, change: Callable[["Adapters"], Future[None] | None]

@@ -34,11 +34,12 @@ from quire.link.messages import (
     ShowRequest,
     Stop,
     SwitchStepLog,
+    ToEngine,
     UnloadAdapter,
     Updates,
     WatchEngine,
     encode,
-    restore_adapters,
+    restoring,
     unpack_updates,
 )
 from quire.link.step_log import StepRecord
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 CALL_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60
 MAX_ANSWERS = 4096  # sequences of one HTTP request with several prompts; each costs memory before it runs
-Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | ShowRequest | LoadAdapter | UnloadAdapter
 
 
 class QueueAdmission:
@@ -157,22 +157,18 @@ class NamedAdapters:
                 names += [name for name in inside if self._lies_in(self._folder, name)]
         return list(dict.fromkeys(names))
 
-    def loaded(self, name: str, path: str) -> None:
-        self._loaded[name] = path
-        self._unloaded.discard(name)
-
-    def unloaded(self, name: str) -> None:
+    def change(self, name: str, path: str | None) -> None:
+        """It was loaded from `path`, or unloaded (None)."""
         self._loaded.pop(name, None)
-        if name in self._named:
+        self._unloaded.discard(name)
+        if path is not None:
+            self._loaded[name] = path
+        elif name in self._named:
             self._unloaded.add(name)
 
-    def loaded_paths(self) -> list[tuple[str, str]]:
-        """(name, path) of each adapter that a new engine process has to load again."""
-        return list(self._loaded.items())
-
-    def unloaded_names(self) -> list[str]:
-        """Adapters of the config that a new engine process has to unload again."""
-        return list(self._unloaded)
+    def changes(self) -> list[tuple[str, str | None]]:
+        """What a new engine process, or another process beside this one, has to `change` as well."""
+        return [*self._loaded.items(), *((name, None) for name in self._unloaded)]
 
     @staticmethod
     def _lies_in(folder: str, name: str) -> bool:
@@ -362,7 +358,7 @@ class EngineClient:
     async def load_adapter(self, name: str, path: str) -> None:
         """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""
         self._check_adapters_are_on("lora_path")
-        effect = partial(self.adapters.loaded, name, path)
+        effect = partial(self.adapters.change, name, path)
         done = await self._call(LoadAdapter, name, path, effect=effect, seconds=None)
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_path")
@@ -370,7 +366,7 @@ class EngineClient:
     async def unload_adapter(self, name: str) -> None:
         """Running requests keep the adapter; a load of it that is under way is cancelled."""
         self._check_adapters_are_on("lora_name")
-        done = await self._call(UnloadAdapter, name, effect=partial(self.adapters.unloaded, name))
+        done = await self._call(UnloadAdapter, name, effect=partial(self.adapters.change, name, None))
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_name")
 
@@ -383,7 +379,7 @@ class EngineClient:
 
     async def _call(
         self,
-        kind: Callable[..., Call],
+        kind: Callable[..., ToEngine],
         *arguments: str | bool,
         effect: Callable[[], None] | None = None,
         seconds: float | None = CALL_SECONDS,
@@ -412,7 +408,8 @@ class EngineClient:
         self._channel = channel
         self._reset_stats()
         if isinstance(channel, Channel):  # else the process that supervises the engine does it
-            restore_adapters(self.adapters.loaded_paths(), self.adapters.unloaded_names(), channel.send)
+            for change in restoring(self.adapters.changes()):
+                channel.send(change)
 
     def engine_down(self, fault: EngineDead) -> None:
         self._channel = None

@@ -6,7 +6,7 @@ A record is JSON. Blocks are bytes (see `state_of`) in runs, the rest are short 
 import time
 from base64 import b64encode
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,12 @@ import msgspec
 from quire.core.request import Phase, Sequence
 from quire.core.stats import EngineStats
 from quire.core.step import Step, StepResult
+from quire.link.step_log import WatchedRunner, divided
 from quire.memory.blocks import REUSED, TAKEN
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:  # they bring torch, which the client's process does without
     from quire.engine.engine import Engine, StepRunner
-    from quire.sampling.records import TokenMask
 
 log = get_logger(__name__)
 RECORD_SECONDS = 0.1  # between two records at least
@@ -50,13 +50,11 @@ class _Shown:
     table: list[int] = field(default_factory=list)
 
 
-class WatchedRunner:
-    """Stands between an engine and its runner and notes the steps. Switched off it only passes calls on."""
+class FeedSteps(WatchedRunner):
+    """What steps did since the last record."""
 
     def __init__(self, runner: "StepRunner") -> None:
-        self._runner = runner
-        self._launched: deque[Step] = deque()
-        self.is_on = False
+        super().__init__(runner)
         self.clear()
 
     def clear(self) -> None:
@@ -66,39 +64,17 @@ class WatchedRunner:
         self.swapped_in: list[int] = []
 
     def launch(self, step: Step) -> None:
-        self._runner.launch(step)
-        if self.is_on:  # not for a step that did not fit
-            self._launched.append(step)
+        super().launch(step)
+        if self.is_on:
             self.copied += step.copy_targets
             if step.moves is not None:
                 self.swapped_out += step.moves.out_blocks
                 self.swapped_in += step.moves.in_blocks
 
-    def mask(self, mask: "TokenMask") -> None:
-        self._runner.mask(mask)
-
-    def collect(self) -> StepResult:
-        result = self._runner.collect()
-        if self.is_on:
-            while self._launched and self._launched[0].step_id < result.step_id:
-                self._launched.popleft()  # it was given up
-            if self._launched and self._launched[0].step_id == result.step_id:
-                self._note(self._launched.popleft(), result.seconds)
-        return result
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def _note(self, step: Step, seconds: float) -> None:
-        drafted = {draft.row for draft in step.drafts}
-        rows = list(zip(step.rows, step.num_tokens, strict=True))
-        prefills = [count for row, count in rows if count > 1 and row not in drafted]
-        verified = [count for row, count in rows if row in drafted]
-        decodes = len(rows) - len(prefills) - len(verified)
-        milliseconds = round(seconds * 1e3, 3)
-        self.steps.append(
-            [step.step_id, milliseconds, len(prefills), sum(prefills), decodes, len(verified), sum(verified)]
-        )
+    def _note(self, launched: float, step: Step, result: StepResult) -> None:
+        prefills, num_decodes, verified = divided(step)
+        shown = [step.step_id, round(result.seconds * 1e3, 3), len(prefills), sum(prefills)]
+        self.steps.append([*shown, num_decodes, len(verified), sum(verified)])
 
 
 class EngineFeed:
@@ -110,7 +86,7 @@ class EngineFeed:
         self._engine = engine
         self._send = send
         self._clock = clock
-        self._runner = engine.watch(WatchedRunner)
+        self._runner = engine.watch(FeedSteps)
         self._is_late = False  # something happened, and a record was not due
         self._next = 0.0  # when a record may be sent
         self._forget()
@@ -223,7 +199,6 @@ class EngineFeed:
         memory.pool.changed = {}
         adapter_blocks = frozenset(memory.adapter_pages.owner)
         drafts = _draft_blocks(self._engine)
-        pinned = memory.pinned_blocks()
         dirty: Collection[int] = range(1, memory.num_blocks + 1)
         if old:
             dirty = {*changed, *(adapter_blocks ^ self._adapter_blocks), *(drafts ^ self._drafts)}
@@ -235,13 +210,8 @@ class EngineFeed:
             self._num_evicted += len(events["evicted"])
         else:
             self._states = bytearray(memory.num_blocks + 1)
-        counts = memory.pool.ref_counts
         runs = _Runs()
-        for block in sorted(dirty):
-            if block in adapter_blocks:
-                state = ADAPTER if counts[block] else IDLE_ADAPTER
-            else:
-                state = state_of(counts[block], memory.index.knows(block), block in pinned, block in drafts)
+        for block, state in _states(self._engine, sorted(dirty), memory.pool.ref_counts, drafts):
             if not old or old[block] != state:
                 runs.add(block, state)
                 self._states[block] = state
@@ -312,16 +282,23 @@ def state_of(num_references: int, is_indexed: bool, is_pinned: bool, is_draft: b
 def recount(engine: "Engine") -> dict[str, int]:
     """Blocks by state, counted from the tables as `check_integrity` does, not from what the feed noted."""
     memory = engine.memory
-    counts, pages = memory.recount(engine.scheduler.sequences()), memory.adapter_pages.owner
-    pinned, drafts = memory.pinned_blocks(), _draft_blocks(engine)
-    states: Counter[str] = Counter()
-    for block in range(1, memory.num_blocks + 1):
+    counts, drafts = memory.recount(engine.scheduler.sequences()), _draft_blocks(engine)
+    blocks = range(1, memory.num_blocks + 1)
+    return dict(Counter(state_name(state) for _, state in _states(engine, blocks, counts, drafts)))
+
+
+def _states(
+    engine: "Engine", blocks: Iterable[int], counts: list[int], drafts: set[int]
+) -> Iterator[tuple[int, int]]:
+    """Each of the blocks and its byte. `counts`: references, by block."""
+    memory = engine.memory
+    pages, pinned = memory.adapter_pages.owner, memory.pinned_blocks()
+    for block in blocks:
         if block in pages:
-            states[STATES[ADAPTER if counts[block] else IDLE_ADAPTER]] += 1
+            yield block, ADAPTER if counts[block] else IDLE_ADAPTER
         else:
             is_indexed = memory.index.knows(block)
-            states[state_name(state_of(counts[block], is_indexed, block in pinned, block in drafts))] += 1
-    return dict(states)
+            yield block, state_of(counts[block], is_indexed, block in pinned, block in drafts)
 
 
 def _host(stats: EngineStats) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, BinaryIO, TypeVar
@@ -83,25 +83,27 @@ class Stop(LinkMessage, frozen=True):
     index: int
 
 
-class ResetPrefixCache(LinkMessage, frozen=True):
+class EngineCall(LinkMessage, frozen=True):
+    """Answered by a Done with the same id."""
+
     call_id: int
 
 
-class CheckIntegrity(LinkMessage, frozen=True):
-    call_id: int
+class ResetPrefixCache(EngineCall, frozen=True): ...
 
 
-class SwitchStepLog(LinkMessage, frozen=True):
+class CheckIntegrity(EngineCall, frozen=True): ...
+
+
+class SwitchStepLog(EngineCall, frozen=True):
     """Starts the step log, or stops it: the answer to a stop has the records."""
 
-    call_id: int
     on: bool
 
 
-class ShowRequest(LinkMessage, frozen=True):
+class ShowRequest(EngineCall, frozen=True):
     """Asks for the tokens and block tables of a request's sequences."""
 
-    call_id: int
     request_id: str
 
 
@@ -111,16 +113,14 @@ class WatchEngine(LinkMessage, frozen=True):
     on: bool
 
 
-class LoadAdapter(LinkMessage, frozen=True):
+class LoadAdapter(EngineCall, frozen=True):
     """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
-    call_id: int
     name: str
     path: str  # inside the folder that the engine allows
 
 
-class UnloadAdapter(LinkMessage, frozen=True):
-    call_id: int
+class UnloadAdapter(EngineCall, frozen=True):
     name: str
 
 
@@ -154,14 +154,10 @@ ToEngine = (
 )
 
 
-def restore_adapters(
-    loaded: Sequence[tuple[str, str]], unloaded: Sequence[str], send: Callable[[ToEngine], None]
-) -> None:
+def restoring(changes: Sequence[tuple[str, str | None]]) -> Iterator[ToEngine]:
     """Repeats operators' changes to the previous engine process. Answers to them have no caller."""
-    for name, path in loaded:
-        send(RestoreAdapter(name, path))
-    for name in unloaded:
-        send(UnloadAdapter(NO_CALL, name))
+    for name, path in changes:
+        yield UnloadAdapter(NO_CALL, name) if path is None else RestoreAdapter(name, path)
 
 
 # ---------------------------------------------------------------------- from the engine

@@ -21,25 +21,22 @@ from quire.link.client import NamedAdapters, unbounded
 from quire.link.messages import (
     Abort,
     Add,
-    CheckIntegrity,
     Done,
     Embed,
+    EngineCall,
     FeedRecord,
     FromEngine,
     LoadAdapter,
     Ready,
     Refused,
-    ResetPrefixCache,
-    ShowRequest,
     Stop,
-    SwitchStepLog,
     Tokens,
     UnloadAdapter,
     Updates,
     WatchEngine,
     decoded,
     encode,
-    restore_adapters,
+    restoring,
 )
 from quire.link.relayed import (
     AdapterChanged,
@@ -55,7 +52,6 @@ from quire.link.relayed import (
 from quire.link.supervise import STEP_SECONDS, Supervisor
 
 STATE_SECONDS = 0.2  # between two looks at the supervisor's state
-Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | ShowRequest | LoadAdapter | UnloadAdapter
 _decode: Callable[[bytes], ToRelay] = msgspec.msgpack.Decoder(ToRelay).decode
 
 
@@ -87,7 +83,7 @@ class Relay:
         self._processes: set[bytes] = set()
         self._watching: set[bytes] = set()  # processes that listen to the engine's feed
         self._owners: dict[str, bytes] = {}  # the process of each open request
-        self._calls: dict[int, tuple[bytes, Call]] = {}  # under the ids that the engine sees
+        self._calls: dict[int, tuple[bytes, EngineCall]] = {}  # under the ids that the engine sees
         self._call_ids = itertools.count()
         self._counts: dict[str, Counts] = {}  # of ended processes too: counters must not fall
         self._tasks: list[asyncio.Task[None]] = []
@@ -165,14 +161,7 @@ class Relay:
                 channel.send_encoded(data)
             case WatchEngine(on):
                 self._watch(identity, on)
-            case (
-                ResetPrefixCache()
-                | CheckIntegrity()
-                | SwitchStepLog()
-                | ShowRequest()
-                | LoadAdapter()
-                | UnloadAdapter()
-            ):
+            case EngineCall():
                 call_id = next(self._call_ids)
                 self._calls[call_id] = (identity, message)
                 channel.send(msgspec.structs.replace(message, call_id=call_id))
@@ -191,10 +180,8 @@ class Relay:
     def _greet(self, identity: bytes) -> None:
         self._processes.add(identity)
         self._send(identity, self._state())
-        for name, path in self._adapters.loaded_paths():
+        for name, path in self._adapters.changes():
             self._send(identity, AdapterChanged(name, path))
-        for name in self._adapters.unloaded_names():
-            self._send(identity, AdapterChanged(name, None))
         for counts in self._counts.values():
             self._send(identity, counts)
         if self._channel is not None and self._ready is not None:
@@ -208,7 +195,8 @@ class Relay:
 
     def engine_up(self, ready: Ready, channel: Channel) -> None:
         self._ready, self._channel = ready, channel
-        restore_adapters(self._adapters.loaded_paths(), self._adapters.unloaded_names(), channel.send)
+        for change in restoring(self._adapters.changes()):
+            channel.send(change)
         self._broadcast(ready)
 
     def engine_down(self, fault: EngineDead) -> None:
@@ -236,10 +224,7 @@ class Relay:
         process, call = self._calls.pop(call_id, (None, None))
         if isinstance(call, LoadAdapter | UnloadAdapter) and done.error is None:
             path = call.path if isinstance(call, LoadAdapter) else None
-            if path is not None:
-                self._adapters.loaded(call.name, path)
-            else:
-                self._adapters.unloaded(call.name)
+            self._adapters.change(call.name, path)
             self._broadcast(AdapterChanged(call.name, path))
         if process is not None and call is not None:
             self._send(process, msgspec.structs.replace(done, call_id=call.call_id))

@@ -139,10 +139,7 @@ class RelayedEngine:
                     self.status, self.num_starts = message.status, message.num_starts
                     self.num_failures = message.num_failures
                 case AdapterChanged(name, path):
-                    if path is None:
-                        client.adapters.unloaded(name)
-                    else:
-                        client.adapters.loaded(name, path)
+                    client.adapters.change(name, path)
                 case Counts(process, data):
                     self.counts[process] = data
                 case None:

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -150,20 +151,19 @@ class RemoteWorkerChannel(WorkerChannel):
                     os._exit(0)
         self._events.close()
 
-    def pass_on(self, target: IO[bytes], source: int) -> None:
-        """What comes to `target`, and what `source` brings back, until that ends."""
+    def pass_on(self, target: Connection, source: Connection) -> None:
+        """Messages to `target`, and those of `source` back, until that ends."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(source, zmq.POLLIN)
-        while True:
-            for ready, _event in poller.poll():
-                if ready is self._socket:
+        poller.register(source.fileno(), zmq.POLLIN)
+        with suppress(EOFError, OSError):
+            while True:
+                for ready, _event in poller.poll():
+                    if ready is not self._socket:
+                        self._socket.send(source.recv_bytes())
+                        continue
                     with suppress(BrokenPipeError):  # it has ended: `source` may still say why
-                        target.write(self._socket.recv())
-                elif data := os.read(source, 65536):
-                    self._socket.send(data)
-                else:
-                    return
+                        target.send_bytes(self._socket.recv())
 
     def close(self) -> None:
         self._socket.disable_monitor()

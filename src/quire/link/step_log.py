@@ -26,32 +26,18 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     num_decode_rows: int
 
 
-class StepLog:
-    """Stands between an engine and its runner. Switched off it only passes calls on."""
+class WatchedRunner:
+    """Stands between an engine and its runner and notes the steps. Switched off it only passes calls on."""
 
     def __init__(self, runner: "StepRunner") -> None:
         self._runner = runner
-        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._launched: deque[tuple[float, Step]] = deque()
-        self._last_end = 0.0
-        self._is_on = False
-
-    def start(self) -> None:
-        self._records.clear()
-        self._launched.clear()
-        self._is_on = True
-
-    def stop(self) -> list[StepRecord]:
-        """What was recorded since the start, the oldest first."""
-        self._is_on = False
-        records = list(self._records)
-        self._records.clear()
-        return records
+        self.is_on = False
 
     def launch(self, step: Step) -> None:
         launched = time.perf_counter()
         self._runner.launch(step)
-        if self._is_on:  # not for a step that did not fit
+        if self.is_on:  # not for a step that did not fit
             self._launched.append((launched, step))
 
     def mask(self, mask: "TokenMask") -> None:
@@ -59,23 +45,51 @@ class StepLog:
 
     def collect(self) -> StepResult:
         result = self._runner.collect()
-        if self._is_on:
-            self._record(result)
+        while self.is_on and self._launched and self._launched[0][1].step_id <= result.step_id:
+            launched, step = self._launched.popleft()
+            if step.step_id == result.step_id:  # else it was given up
+                self._note(launched, step, result)
         return result
 
     def close(self) -> None:
         self._runner.close()
 
-    def _record(self, result: StepResult) -> None:
-        while self._launched and self._launched[0][1].step_id < result.step_id:
-            self._launched.popleft()  # it was given up
-        if not self._launched or self._launched[0][1].step_id != result.step_id:
-            return  # launched before the start
-        launched, step = self._launched.popleft()
-        drafted = {draft.row for draft in step.drafts}
-        rows = list(zip(step.rows, step.num_tokens, strict=True))
-        num_prefill = sum([count for row, count in rows if count > 1 and row not in drafted])
-        num_decodes = sum([count == 1 or row in drafted for row, count in rows])
+    def _note(self, launched: float, step: Step, result: StepResult) -> None:
+        """A step has ended that was launched then, while this was switched on."""
+        raise NotImplementedError
+
+
+def divided(step: Step) -> tuple[list[int], int, list[int]]:
+    """Tokens of each prefill; the number of decodes; tokens of each row that verifies a draft."""
+    drafted = {draft.row for draft in step.drafts}
+    rows = list(zip(step.rows, step.num_tokens, strict=True))
+    prefills = [count for row, count in rows if count > 1 and row not in drafted]
+    verified = [count for row, count in rows if row in drafted]
+    return prefills, len(rows) - len(prefills) - len(verified), verified
+
+
+class StepLog(WatchedRunner):
+    """What was recorded stays here until the log is stopped."""
+
+    def __init__(self, runner: "StepRunner") -> None:
+        super().__init__(runner)
+        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._last_end = 0.0
+
+    def start(self) -> None:
+        self._records.clear()
+        self._launched.clear()
+        self.is_on = True
+
+    def stop(self) -> list[StepRecord]:
+        """What was recorded since the start, the oldest first."""
+        self.is_on = False
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    def _note(self, launched: float, step: Step, result: StepResult) -> None:
+        prefills, num_decodes, verified = divided(step)
         ended = time.perf_counter()
         self._records.append(
             StepRecord(
@@ -83,8 +97,8 @@ class StepLog:
                 max(launched, self._last_end),
                 ended,
                 result.seconds,
-                num_prefill,
-                num_decodes,
+                sum(prefills),
+                num_decodes + len(verified),
             )
         )
         self._last_end = ended

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -23,6 +22,7 @@ from quire.link.messages import (
     Shutdown,
     framed_config,
 )
+from quire.observe.host import ending, python_command
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
@@ -249,7 +249,7 @@ class Supervisor:
 
 async def _spawn(config: EngineConfig, path: str, pipe: int) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quire.link.worker", path, str(pipe)),
+        *python_command("quire.link.worker", path, pipe),
         stdin=asyncio.subprocess.PIPE,
         pass_fds=(pipe,),
         start_new_session=True,  # a terminal's ctrl-C is for the parent, also while the engine still imports
@@ -271,12 +271,3 @@ async def _kill_if_lingering(process: Process, receiving: asyncio.Task[None]) ->
 def _signal(process: Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)
-
-
-def ending(code: int | None) -> str:
-    if code is None:
-        return "ended"
-    if code >= 0:
-        return f"exited with code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")

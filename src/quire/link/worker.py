@@ -1,6 +1,7 @@
-"""The engine process: `python -m quire.link.worker SOCKET PIPE`, its config on stdin. Started by supervise.py only.
+"""The engine process: `main` with the arguments SOCKET PIPE, its config on stdin. Started by supervise.py only.
 
-stdin stays open for as long as the parent lives; its end tells the process that it is an orphan.
+stdin stays open for as long as the parent lives; its end tells the process that it is an orphan. SOCKET is a path, or
+the TCP address of a client on another machine: then stdin has the keys before the config.
 """
 
 import gc
@@ -9,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -24,6 +24,7 @@ from quire.kernels import build as compilation
 from quire.link.channel import WorkerChannel, integrity_error, remove_socket
 from quire.link.heartbeat import start_heartbeat
 from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
+from quire.link.remote import RemoteWorkerChannel, read_keys
 from quire.observe.heap import freeze_heap
 from quire.observe.host import see_one_gpu
 from quire.observe.logs import get_logger
@@ -50,14 +51,15 @@ class TerminationHandler:
         self.shutdown.requested = True
 
 
-def main(connect: Callable[[str], WorkerChannel] = WorkerChannel) -> int:
+def main() -> int:
     path, pipe = sys.argv[1], int(sys.argv[2])
+    keys = read_keys() if path.startswith("tcp://") else None
     termination = TerminationHandler()
     signal.signal(signal.SIGTERM, termination)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
     config = _on_its_gpu(read_config(sys.stdin.buffer))
     threading.Thread(target=_end_with_parent, args=(path,), name="parent-watch", daemon=True).start()
-    channel = connect(path)
+    channel = WorkerChannel(path) if keys is None else RemoteWorkerChannel(keys, path)
     try:
         return _serve(config, channel, termination, pipe)
     finally:
@@ -180,7 +182,3 @@ def _end_with_parent(path: str) -> None:
             pass
     remove_socket(path)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The cores and GPUs of this machine, as far as this process may use them."""
+"""The cores and GPUs of this machine, as far as this process may use them, and its other processes."""
 
 import ctypes
 import glob
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from uuid import UUID, getnode
 
 PR_SET_PDEATHSIG = 1  # of prctl
 START_ON_STDIN = (
@@ -38,6 +39,14 @@ def _cgroup_cpus() -> int:
         return 1 << 30
 
 
+def machine_number() -> int:
+    """The same in all processes of this machine, and another on others; less than 2^62."""
+    try:
+        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int >> 67
+    except (OSError, ValueError):
+        return getnode()
+
+
 def visible_gpus() -> list[str]:
     """The names of the GPUs that CUDA will show, in its order; for a process that does not load CUDA.
 
@@ -60,3 +69,19 @@ def end_with_parent() -> None:
     """In a child before it runs its program: the kernel sends SIGTERM when the parent ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def python_command(module: str, *arguments: object) -> tuple[str, ...]:
+    """Runs the module's `main` in another process, whose imports collect no garbage."""
+    run = f"import sys, quire; sys.exit(quire.load_module({module!r}).main())"
+    return sys.executable, "-c", run, *map(str, arguments)
+
+
+def ending(code: int | None) -> str:
+    """How a process ended, by its exit code."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")

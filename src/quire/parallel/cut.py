@@ -4,8 +4,7 @@ Heads are cut where a key-value head begins; a rank with more heads gets fewer c
 have about as many weights. Columns are cut at multiples of 64, within which int8 mixes them.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -15,33 +14,6 @@ from quire.core.errors import ConfigError
 PIECE = 64  # columns of the MLP that stay together
 ROWS = 16  # rows of the vocabulary that do
 Span = tuple[int, int]  # from, to
-
-# Checkpoint tensors by their module's name: which dimension is cut, and the parts of it one after another.
-_TENSORS: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "q_proj": (0, ("query",)),
-    "k_proj": (0, ("key",)),
-    "v_proj": (0, ("key",)),
-    "qkv_proj": (0, ("query", "key", "key")),
-    "o_proj": (1, ("query",)),
-    "gate_proj": (0, ("inner",)),
-    "up_proj": (0, ("inner",)),
-    "gate_up_proj": (0, ("inner", "inner")),
-    "down_proj": (1, ("inner",)),
-}
-_NAME = re.compile(r"\.(\w+)\.(weight|bias)$")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCut:
-    """Spans of one dimension of a checkpoint tensor that a rank keeps, one after another."""
-
-    dimension: int
-    spans: tuple[Span, ...]
-    size: int  # of the whole dimension
-
-    @property
-    def kept(self) -> int:
-        return sum(last - first for first, last in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +41,6 @@ class Cut:
             intermediate_size=_width(self.inner[self.rank]),
         )
 
-    def tensor(self, name: str) -> TensorCut | None:
-        """How a checkpoint tensor is cut, by its name; None: every rank has all of it."""
-        match = _NAME.search(name)
-        if match is None or match[1] not in _TENSORS:
-            return None
-        dimension, parts = _TENSORS[match[1]]
-        if match[2] == "bias" and dimension == 1:
-            return None
-        spans, offset = [], 0
-        for part in parts:
-            (first, last), size = self._span(part)
-            spans.append((offset + first, offset + last))
-            offset += size
-        return TensorCut(dimension, tuple(spans), offset)
-
-    def _span(self, part: str) -> tuple[Span, int]:
-        """This rank's rows of a part, and how many there are."""
-        model, dim = self.model, self.model.head_dim
-        if part == "inner":
-            return self.inner[self.rank], model.intermediate_size
-        spans, count = (
-            (self.heads, model.num_heads) if part == "query" else (self.kv_heads, model.num_kv_heads)
-        )
-        first, last = spans[self.rank]
-        return (first * dim, last * dim), count * dim
-
     def __str__(self) -> str:
         shares = (
             f"rank {rank}: {_width(heads)}/{_width(kv)} heads, {_width(inner)} inner columns"
@@ -108,9 +54,8 @@ def cut_model(model: ModelConfig, rank: int, size: int) -> Cut:
     heads, kv_heads = _cut_heads(model, size)
     inner = _cut_inner(model, heads, kv_heads)
     rows = ROWS if model.vocab_size >= ROWS * size else 1
-    vocab = tuple(pairwise(rows * round(model.vocab_size * i / size / rows) for i in range(size)))
-    vocab = (*vocab, (vocab[-1][1] if vocab else 0, model.vocab_size))
-    return Cut(model, rank, heads, kv_heads, inner, vocab)
+    starts = (rows * round(model.vocab_size * i / size / rows) for i in range(size))
+    return Cut(model, rank, heads, kv_heads, inner, tuple(pairwise((*starts, model.vocab_size))))
 
 
 def cut_layers(model: ModelConfig, num_stages: int) -> tuple[Span, ...]:
@@ -120,16 +65,13 @@ def cut_layers(model: ModelConfig, num_stages: int) -> tuple[Span, ...]:
             f"pipeline_parallel_size={num_stages} is more than the model's {model.num_layers} layers: stage "
             f"{model.num_layers} would have none, so give at most {model.num_layers}"
         )
-    dim = model.head_dim
-    layer = 2 * dim * (model.num_heads + model.num_kv_heads) + 3 * model.intermediate_size
+    if num_stages == 1:
+        return ((0, model.num_layers),)
+    layer = 2 * model.head_dim * (model.num_heads + model.num_kv_heads) + 3 * model.intermediate_size
     head = round(model.vocab_size / layer)  # its weights, in layers
     even = (model.num_layers + head) / num_stages
-    first = (
-        max(1, min(round(even - head), model.num_layers - num_stages + 1))
-        if num_stages > 1
-        else model.num_layers
-    )
-    rest = divided(model.num_layers - first, num_stages - 1) if num_stages > 1 else ()
+    first = max(1, min(round(even - head), model.num_layers - num_stages + 1))
+    rest = divided(model.num_layers - first, num_stages - 1)
     return ((0, first), *((first + begin, first + end) for begin, end in rest))
 
 

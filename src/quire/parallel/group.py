@@ -1,12 +1,11 @@
 """Group: the ranks that compute one model together, their collectives, and the bytes that these move.
 
-`Group` itself is a group of one; Fake counts and moves nothing. Tensors on the CPU go through shared memory or gloo
-(parallel/processes.py), those on GPUs through NCCL or torch's symmetric memory (parallel/devices.py).
+`Group` itself is a group of one, or one rank of others that do not exist: it counts and moves nothing. Groups
+of processes are in parallel/processes.py.
 """
 
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -47,13 +46,11 @@ class Group:
 
     def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
         """x [T, widths[rank]] -> [T, sum of widths], the ranks' columns side by side."""
-        self._count("all_gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._gathered(x, widths, True)
+        return self._gather("all_gather", x, widths, tag, True)
 
     def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
         """As `all_gather` on rank 0; other ranks keep x."""
-        self._count("gather", tag, x.shape[0] * sum(widths) * x.element_size())
-        return self._gathered(x, widths, self.rank == 0)
+        return self._gather("gather", x, widths, tag, self.rank == 0)
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
         """x, dense, becomes rank 0's; returns x."""
@@ -68,8 +65,6 @@ class Group:
         """Into x, dense, what rank `source` sends; returns x."""
         self._count("receive", tag, x.nbytes)
         return x
-
-    # ------------------------------------------------------------------ what is built on them
 
     def numbers(self, value: int) -> list[int]:
         """Every rank's number, at most 2^62 in size."""
@@ -102,10 +97,12 @@ class Group:
     def _count(self, kind: str, tag: str, payload: int) -> None:
         self._counters[self.counter(kind, tag)] += payload
 
+    def _gather(self, kind: str, x: Tensor, widths: tuple[int, ...], tag: str, wanted: bool) -> Tensor:
+        self._count(kind, tag, x.shape[0] * sum(widths) * x.element_size())
+        return self._gathered(x, widths, wanted)
+
     def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
-        """x on a rank that does not want the whole. A group of one has all columns; a fake one leaves those of others
-        empty.
-        """
+        """x on a rank that does not want the whole. Columns of ranks that do not exist are left empty."""
         if len(widths) == 1 or not wanted:
             return x
         whole = x.new_zeros(x.shape[0], sum(widths))
@@ -117,12 +114,3 @@ class Group:
         """A rank is gone: no other one waits any longer."""
 
     def close(self) -> None: ...
-
-
-class FakeGroup(Group):
-    """Counts and moves nothing: one rank of a group whose other ranks do not exist."""
-
-
-def bounds_of(widths: tuple[int, ...], itemsize: int) -> Tensor:
-    """[size + 1] int64: where each rank's columns begin and the last end, in bytes."""
-    return torch.tensor(list(accumulate((0, *(width * itemsize for width in widths)))), dtype=torch.int64)

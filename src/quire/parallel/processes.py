@@ -1,4 +1,4 @@
-"""Groups of processes for tensors on the CPU: through shared memory on one machine, or torch's gloo."""
+"""Groups of processes: shared memory for the CPUs of one machine, gloo and NCCL, torch's symmetric memory for GPUs."""
 
 import mmap
 import os
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate, product
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.observe.logs import get_logger
-from quire.parallel.group import LARGEST, SUM, Group, bounds_of
+from quire.parallel.group import LARGEST, SUM, Group
 
 SHARED_FOLDER = "/dev/shm"
 START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
+BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
+BUFFER = 32 << 20  # bytes of each GPU's rank that others read
+ONE_SHOT = 512 << 10  # bytes up to which every rank reads all: longer sums are divided among the ranks
 REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
 log = get_logger(__name__)
 
@@ -36,19 +40,18 @@ def shared_file(num_bytes: int) -> int:
 class SharedGroup(Group):
     """Collectives of native code over memory that all ranks map: microseconds, and a tape records them."""
 
-    def __init__(
-        self, kernel: ModuleType, empty: ModuleType, memory: mmap.mmap, first: int, rank: int, size: int
-    ) -> None:
-        """`kernel`: kernels/collective/cpu.py; `empty`: what has the `empty` of native operations' results.
-
-        The group's own memory begins at byte `first`.
-        """
+    def __init__(self, kernel: ModuleType, memory: mmap.mmap, first: int, rank: int, size: int) -> None:
+        """`kernel`: kernels/collective/cpu.py. The group's own memory begins at byte `first`."""
         super().__init__(rank, size)
-        self._empty = empty.empty
-        self._kernel = kernel
-        self._memory, self._first = memory, first
+        self._empty = kernel.native.empty
         self._all = kernel.Endpoint(memory, first, rank, size, len(self._counters))
-        self._channels: dict[tuple[int, int], Any] = {}
+        self._channels: dict[tuple[int, int], Any] = {}  # from one rank to another
+        offset = first + kernel.group_bytes(size)
+        for source, to in product(range(size), repeat=2):
+            end = 0 if source == rank else 1
+            channel = kernel.Endpoint(memory, offset, end, kernel.SLOTS, len(self._counters))
+            self._channels[source, to] = channel
+            offset += kernel.channel_bytes()
         self._bounds: dict[tuple[int, ...], Tensor] = {}
 
     @staticmethod
@@ -59,14 +62,9 @@ class SharedGroup(Group):
         self._all.reduce(x, self.counter("all_reduce", tag), how)
         return x
 
-    def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        out: Tensor = self._empty(x.shape[0], sum(widths), dtype=x.dtype)
-        self._all.gather(x, self.counter("all_gather", tag), self._in_bytes(widths, x), out)
-        return out
-
-    def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
-        out = self._empty(x.shape[0], sum(widths), dtype=x.dtype) if self.rank == 0 else None
-        self._all.gather(x, self.counter("gather", tag), self._in_bytes(widths, x), out)
+    def _gather(self, kind: str, x: Tensor, widths: tuple[int, ...], tag: str, wanted: bool) -> Tensor:
+        out = self._empty(x.shape[0], sum(widths), dtype=x.dtype) if wanted else None
+        self._all.gather(x, self.counter(kind, tag), self._in_bytes(widths, x), out)
         return x if out is None else out
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
@@ -74,37 +72,24 @@ class SharedGroup(Group):
         return x
 
     def send(self, x: Tensor, to: int, tag: str) -> None:
-        self._channel(self.rank, to).pass_on(x, self.counter("send", tag))
+        self._channels[self.rank, to].pass_on(x, self.counter("send", tag))
 
     def receive(self, x: Tensor, source: int, tag: str) -> Tensor:
-        self._channel(source, self.rank).pass_on(x, self.counter("receive", tag))
+        self._channels[source, self.rank].pass_on(x, self.counter("receive", tag))
         return x
 
     def _counted(self) -> np.ndarray:
         return sum((channel.counters for channel in self._channels.values()), start=self._all.counters)
 
     def abort(self, why: str = "") -> None:
-        self._all.abort()
-        for source in range(self.size):
-            for to in range(self.size):
-                self._channel(source, to).abort()
-
-    def _channel(self, source: int, to: int) -> Any:
-        found = self._channels.get((source, to))
-        if found is None:
-            kernel = self._kernel
-            number = source * self.size + to
-            offset = self._first + kernel.group_bytes(self.size) + number * kernel.channel_bytes()
-            end = 0 if source == self.rank else 1
-            found = kernel.Endpoint(self._memory, offset, end, kernel.SLOTS, len(self._counters))
-            self._channels[source, to] = found
-        return found
+        for endpoint in (self._all, *self._channels.values()):
+            endpoint.abort()
 
     def _in_bytes(self, widths: tuple[int, ...], x: Tensor) -> Tensor:
-        """Kept: a tape reads them again."""
-        key = (*widths, x.element_size())
+        """[size + 1] int64: where each rank's columns begin and the last end. Kept: a tape reads them again."""
+        key = (0, *(width * x.element_size() for width in widths))
         if key not in self._bounds:
-            self._bounds[key] = bounds_of(widths, x.element_size())
+            self._bounds[key] = torch.tensor(list(accumulate(key)), dtype=torch.int64)
         return self._bounds[key]
 
 
@@ -127,15 +112,14 @@ class TorchGroup(Group):
         if len(parts[0]) == 1:
             return Group()
         made = [dist.new_group(list(part)) for part in parts]
-        number = next(number for number, part in enumerate(parts) if self.rank in part)
-        own = parts[number]
-        return TorchGroup("", None, own.index(self.rank), len(own), own, made[number])
+        own, group = next(pair for pair in zip(parts, made, strict=True) if self.rank in pair[0])
+        return TorchGroup("", None, own.index(self.rank), len(own), own, group)
 
-    def _wait(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _wait(self, collective: Callable[..., Any], *arguments: Any) -> Any:
         """A rank that is gone breaks its connections first; soon after it is known which one, and why."""
         self._waits = True
         try:
-            return collective(*arguments, group=self._torch, **options)
+            return collective(*arguments, group=self._torch)
         except RuntimeError:
             deadline = time.monotonic() + REASON_SECONDS
             while time.monotonic() < deadline:
@@ -185,3 +169,73 @@ class TorchGroup(Group):
     def close(self) -> None:
         if dist.is_initialized() and not self._on_gpus:  # NCCL waits for peers, which have ended
             dist.destroy_process_group()
+
+
+class SymmetricGroup(Group):
+    """Each rank has a buffer that all others map. A message goes there; kernels wait for each other on the device.
+
+    Bytes are counted where Python calls: a CUDA graph that is replayed counts once, when it is captured.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem  # not every torch has it
+
+        super().__init__(rank, size)
+        world = dist.group.WORLD
+        assert world is not None, "the ranks have met"
+        self._name = world.group_name
+        self._memory = symm_mem.empty(BUFFER, dtype=torch.uint8, device=device)
+        self._handle = symm_mem.rendezvous(self._memory, world)
+
+    def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
+        if how != SUM or x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"a {how} over GPUs takes float32 or bfloat16, not {x.dtype}")
+        flat, most = x.view(-1), BUFFER // x.element_size()
+        for piece in flat.split(most):
+            own = self._memory.view(x.dtype)[: piece.numel()]
+            own.copy_(piece)
+            if piece.nbytes <= ONE_SHOT:
+                piece.copy_(torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._name))
+            else:
+                torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self._name)
+                piece.copy_(own)
+        return super().all_reduce(x, tag, how)
+
+    def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
+        most = BUFFER // (max(widths) * x.element_size())  # rows at a time
+        whole = x.new_empty(x.shape[0], sum(widths)) if wanted else x
+        for first in range(0, x.shape[0], most):
+            rows = x[first : first + most]
+            self._memory.view(x.dtype)[: rows.numel()].view(rows.shape).copy_(rows)
+            self._handle.barrier()
+            if wanted:
+                parts = [
+                    self._handle.get_buffer(rank, (rows.shape[0], width), x.dtype)
+                    for rank, width in enumerate(widths)
+                ]
+                torch.cat(parts, dim=1, out=whole[first : first + most])
+            self._handle.barrier()  # until all have read, nothing is written
+        return whole
+
+    def broadcast(self, x: Tensor, tag: str) -> Tensor:
+        if self.rank == 0:
+            self._memory.view(x.dtype)[: x.numel()].copy_(x.view(-1))
+        self._handle.barrier()
+        if self.rank > 0:
+            x.view(-1).copy_(self._handle.get_buffer(0, (x.numel(),), x.dtype))
+        self._handle.barrier()
+        return super().broadcast(x, tag)
+
+    def abort(self, why: str = "") -> None:
+        """A kernel that waits for a rank cannot be ended: the process is, and its supervisor starts another."""
+        log.error("the engine stopped: %s", why)
+        os._exit(1)
+
+
+def device_groups(path: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
+    """The group of tensors on `device`, and one for tensors on the CPU. `path`: a file for the ranks to meet at."""
+    nccl = os.environ.get(BACKEND) == "nccl"
+    from torch._C._distributed_c10d import FileStore  # not every torch has it
+
+    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", FileStore(path, size), rank, size)
+    return host if nccl else SymmetricGroup(rank, size, device), host

@@ -7,7 +7,7 @@ of layers a step is begun and finished in two jobs: the first stage begins other
 import time
 from collections import deque
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,29 +19,17 @@ from quire.core.step import Step, StepResult
 from quire.layers.factory import RankPart
 from quire.models.stage import Stage
 from quire.observe.logs import get_logger
+from quire.parallel.ranks import RankProcesses
 from quire.parallel.wire import Blob, encode_step
-from quire.runner.adapters import Fetched
 from quire.runner.cpu import CpuOps
 from quire.runner.device_ops import ForwardPass
 from quire.runner.runner import Runner, _Launched
-from quire.runner.step_inputs import TokenInputs, step_inputs, token_inputs
+from quire.runner.step_inputs import StepInputs, TokenInputs, token_inputs
 from quire.sampling.records import Sampled, TokenMask
 
 TOKENS = "tokens"  # what broadcasts are counted as
 FINISH = b"finish"  # the frame that tells peers to finish the oldest step that was begun
 log = get_logger(__name__)
-
-
-class Peers(Protocol):
-    """The other ranks' processes, as rank 0 sees them."""
-
-    def send(self, data: bytes) -> None: ...
-
-    def check(self) -> None:
-        """Raises EngineDead, with the rank and the reason, if one of them is gone or has failed."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class RankRunner(Runner):
@@ -58,9 +46,6 @@ class RankRunner(Runner):
         if (origin := self._adapters.origin) is not None:
             return [(origin(load.key), b"") for load in step.adapter_loads]
         return [describe_packed(fetched.packed) for fetched in self._adapters.fetch(step)]
-
-    def finish_next(self, mask: TokenMask | None = None) -> None:
-        """Of the first of several stages: finishes the oldest step that was only begun."""
 
     def log_end(self) -> None:
         """Of stages: how full the pipeline was, and how long this one waited for others."""
@@ -85,16 +70,13 @@ class StageOps(CpuOps):
         super().__init__(stage, *arguments)
         self.stage: Stage = stage
         self._begun: deque[TokenInputs] = deque()
-        self._last_starts = np.full(
-            self._rows.settings.num_prompt_tokens.shape, -1, np.int64
-        )  # steps, by row
+        self._last_starts = np.full(len(self._rows.tokens), -1, np.int64)  # steps, by row
 
     def change_rows(self, step: Step) -> None:
         super().change_rows(step)
         self._last_starts[[start.row for start in step.starts]] = step.step_id
 
-    def forward(self, step: Step) -> ForwardPass:
-        inputs = step_inputs(step, self._rows.settings)
+    def _forward(self, inputs: StepInputs) -> ForwardPass:
         tokens = token_inputs(inputs)
         self.stage.begin(self._assembler.assemble(tokens, tokens.are_all_sampled), self._pool)
         self._begun.append(tokens)
@@ -124,34 +106,20 @@ class StageRunner(RankRunner):
         self._in_flight = [0, 0]  # steps seen at a collect, collects
         self._started = 0.0
 
-    @torch.inference_mode()
-    def _start(self, step: Step, fetched: tuple[Fetched, ...]) -> _Launched:
-        self._started = self._started or time.perf_counter()
-        self._add_pending(step, fetched)
-        self._pending.do()
-        launched = _Launched(self._ops.forward(step), time.perf_counter())
-        if not self.part.is_first:
-            launched.samples = self._ops.to_host(None, 0)
-        return launched
-
     def launch(self, step: Step) -> None:
+        self._started = self._started or time.perf_counter()
         super().launch(step)
         if self.part.is_first:
             self._begun.append(self._launched.pop())
 
     def finish_next(self, mask: TokenMask | None = None) -> None:
-        if self.part.is_first:
-            self._launched.append(self._ops.submit(partial(self._finish, self._begun.popleft(), mask)))
+        """Of the first stage: finishes the oldest step that was only begun."""
+        self._launched.append(self._ops.submit(partial(self._finish, self._begun.popleft(), mask)))
 
     @torch.inference_mode()
     def _finish(self, submitted: Any, mask: TokenMask | None) -> _Launched:
-        launched: _Launched = submitted.result()
-        self._ops.finish(launched.forward)
-        self._sample(launched, mask)
-        return launched
-
-    def mask(self, mask: TokenMask) -> None:
-        self.finish_next(mask)
+        self._ops.finish(submitted.result().forward)
+        return self._resume(submitted, mask)
 
     def collect(self) -> StepResult:
         self._in_flight[0] += len(self._launched) + len(self._begun)
@@ -159,65 +127,53 @@ class StageRunner(RankRunner):
         return super().collect()
 
     def log_end(self) -> None:
-        model, stages = self._ops.stage, self.part.stages
-        if self._in_flight[1] and self.part.group.rank == 0:
+        steps, collects = self._in_flight
+        if collects and self.part.group.rank == 0:
             elapsed = time.perf_counter() - self._started
-            full = f"{self.mean_in_flight:.2f} steps in flight on average, " if self.part.is_first else ""
-            log.info(
-                "pipeline  stage %d: %sbubbles %.0f%% of %.1f s",
-                stages.rank,
-                full,
-                100 * model.waited / elapsed,
-                elapsed,
-            )
-
-    @property
-    def mean_in_flight(self) -> float:
-        return self._in_flight[0] / max(1, self._in_flight[1])
-
-
-def rank_runner(part: RankPart, *arguments: Any) -> RankRunner:
-    return RankRunner(part, *arguments) if part.layers is None else StageRunner(part, *arguments)
+            full = f"{steps / collects:.2f} steps in flight on average, " if self.part.is_first else ""
+            waited = 100 * self._ops.stage.waited / elapsed
+            stage = self.part.stages.rank
+            log.info("pipeline  stage %d: %sbubbles %.0f%% of %.1f s", stage, full, waited, elapsed)
 
 
 class RankedRunner:
     """Rank 0's StepRunner: sends Steps to the peers and runs them itself."""
 
-    def __init__(self, local: RankRunner, peers: Peers) -> None:
+    def __init__(self, local: RankRunner, peers: RankProcesses) -> None:
         self._local = local
         self._peers = peers
-        self._has_stages = isinstance(local, StageRunner)
+        self._stage = local if isinstance(local, StageRunner) else None
         self._num_masked = 0  # steps whose mask finished them
-        self.tiles = local.tiles
-        self.check = peers.check
         self.traffic = local.part.group.traffic
 
     def launch(self, step: Step) -> None:
         self._peers.check()
-        self._peers.send(encode_step(step, self._local.packed_loads(step)))
+        self._peers.send(*encode_step(step, self._local.packed_loads(step)))
         try:
             self._local.launch(step)
         except DeviceMemoryFull as full:  # the peers go on with a step that this rank gave up
             raise EngineDead(f"rank 0: {full}") from full
 
     def mask(self, mask: TokenMask) -> None:
-        self._num_masked += self._has_stages
-        if self._has_stages:
-            self._peers.send(FINISH)
-        self._local.mask(mask)
+        if self._stage is None:
+            self._local.mask(mask)
+            return
+        self._num_masked += 1
+        self._finish(self._stage, mask)
 
     def collect(self) -> StepResult:
-        if self._has_stages and not self._num_masked:
-            self._peers.send(FINISH)
-            self._local.finish_next()
-        self._num_masked -= bool(self._num_masked)
+        if self._num_masked:
+            self._num_masked -= 1
+        elif self._stage is not None:
+            self._finish(self._stage, None)
         try:
             return self._local.collect()
         finally:
             self._peers.check()  # without a rank, the result or the error means nothing
 
-    def prepare_thread(self) -> None:
-        self._local.prepare_thread()
+    def _finish(self, stage: StageRunner, mask: TokenMask | None) -> None:
+        self._peers.send(FINISH)
+        stage.finish_next(mask)
 
     def close(self) -> None:
         self._local.log_end()

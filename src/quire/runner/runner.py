@@ -162,7 +162,7 @@ class Runner:
         return launched
 
     @torch.inference_mode()
-    def _resume(self, submitted: Submitted[_Launched], mask: TokenMask) -> _Launched:
+    def _resume(self, submitted: Submitted[_Launched], mask: TokenMask | None) -> _Launched:
         launched = submitted.result()
         with _full_memory_gives_up(launched.forward.inputs.step):
             self._sample(launched, mask)

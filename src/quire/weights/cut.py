@@ -1,13 +1,60 @@
 """CutSource: a model's tensors as one rank needs them, cut by their names before any loader sees them."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quire.parallel.cut import Cut, TensorCut
+from quire.parallel.cut import Cut, Span
 from quire.quant.encoded import Columns, Encoded, Weight, join
 from quire.weights.source import Source
+
+# Checkpoint tensors by their module's name: which dimension is cut, and the parts of it one after another.
+_TENSORS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "q_proj": (0, ("query",)),
+    "k_proj": (0, ("key",)),
+    "v_proj": (0, ("key",)),
+    "qkv_proj": (0, ("query", "key", "key")),
+    "o_proj": (1, ("query",)),
+    "gate_proj": (0, ("inner",)),
+    "up_proj": (0, ("inner",)),
+    "gate_up_proj": (0, ("inner", "inner")),
+    "down_proj": (1, ("inner",)),
+}
+_NAME = re.compile(r"\.(\w+)\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCut:
+    """Spans of one dimension of a checkpoint tensor that a rank keeps, one after another."""
+
+    dimension: int
+    spans: tuple[Span, ...]
+    size: int  # of the whole dimension
+
+    @property
+    def kept(self) -> int:
+        return sum(last - first for first, last in self.spans)
+
+
+def tensor_cut(part: Cut, name: str) -> TensorCut | None:
+    """How a checkpoint tensor is cut, by its name; None: every rank has all of it."""
+    match = _NAME.search(name)
+    if match is None or match[1] not in _TENSORS:
+        return None
+    dimension, names = _TENSORS[match[1]]
+    if match[2] == "bias" and dimension == 1:
+        return None
+    dim = part.model.head_dim
+    parts = {"query": (part.heads, dim), "key": (part.kv_heads, dim), "inner": (part.inner, 1)}
+    spans, offset = [], 0
+    for spans_of_ranks, rows in (parts[each] for each in names):
+        first, last = spans_of_ranks[part.rank]
+        spans.append((offset + first * rows, offset + last * rows))
+        offset += spans_of_ranks[-1][1] * rows
+    return TensorCut(dimension, tuple(spans), offset)
 
 
 class CutSource:
@@ -41,7 +88,7 @@ class CutSource:
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor that a part of `shape` is cut from."""
-        cut: TensorCut | None = self._cut.tensor(name)
+        cut = tensor_cut(self._cut, name)
         if cut is None:
             return shape
         return tuple(cut.size if i == cut.dimension else size for i, size in enumerate(shape))
@@ -55,7 +102,7 @@ class CutSource:
 
 def cut_weight(part: Cut, name: str, weight: Weight) -> Weight:
     """What a rank keeps of a whole tensor; one of an unexpected shape is left for its loader to refuse."""
-    cut = part.tensor(name)
+    cut = tensor_cut(part, name)
     if cut is None or weight.shape[cut.dimension] != cut.size or isinstance(weight, Columns):
         return weight
     if cut.dimension == 1:

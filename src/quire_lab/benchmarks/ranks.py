@@ -36,7 +36,7 @@ def _sums(descriptor: int, rank: int, results: Any) -> None:
     native.set_num_threads(1)
     torch.set_num_threads(1)
     memory = mmap.mmap(descriptor, SharedGroup.num_bytes(collective, 2))
-    group = SharedGroup(collective, native, memory, 0, rank, 2)
+    group = SharedGroup(collective, memory, 0, rank, 2)
     microseconds = {}
     for rows in ROWS:
         x, took = torch.zeros(rows, WIDTH), []

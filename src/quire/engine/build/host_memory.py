@@ -54,7 +54,7 @@ def make_host_memory(plan: BuildPlan, pool: Pool) -> HostMemory:
         off = ("evicted   off (kv_offload_gb): the prefix cache is off, so nothing is found again",)
     if memory.reservation != "paged":
         return HostMemory(None, 0, 0, 0.0, off)  # there are no preemptions
-    allowed = int(HOST_SHARE * available_memory()) // plan.config.parallel.num_ranks
+    allowed = int(HOST_SHARE * available_memory()) // plan.ranks_here()
     swap_bytes = int(memory.swap_space * GIB) if mode != "recompute" else 0
     offload_bytes = int(memory.kv_offload_gb * GIB) if caches else 0
     shrink = min(1.0, allowed / max(1, swap_bytes + offload_bytes))

@@ -1,4 +1,4 @@
-"""A rank beside rank 0: `python -m quire.engine.build.peer RANK REPORTS MEMORY`. Started by start_ranks only.
+"""A rank beside rank 0: `main` with the arguments RANK REPORTS MEMORY. Started by start_ranks only.
 
 It makes the same plan from the same settings, loads its part of the weights, agrees with the others on the pool and
 then runs the Steps that it is sent. stdin brings the settings and the Steps, and ends with rank 0.
@@ -6,12 +6,12 @@ then runs the Steps that it is sent. stdin brings the settings and the Steps, an
 
 import json
 import os
-import queue
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from quire.adapters.peft import PackedAdapter
@@ -25,37 +25,33 @@ from quire.engine.build.resolve import make_plan
 from quire.engine.build.weights import load_models
 from quire.parallel.ranks import Reporter, read_frames
 from quire.parallel.wire import decode_step
-from quire.runner.ranked import FINISH, RankRunner
-
-Read = Callable[[str, str], PackedAdapter]
+from quire.runner.ranked import FINISH, RankRunner, StageRunner
 
 
 def main() -> None:
     rank, reports, memory = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for rank 0
-    reporter = Reporter(reports)
-    frames = read_frames(sys.stdin.buffer)
+    reporter = Reporter(Connection(reports, readable=False))
+    frames = read_frames()
     try:
         settings = json.loads(next(frames))
         received: dict[str, PackedAdapter] = {}  # adapters that the next step copies into blocks
         runner, read = _build(settings, rank, memory, received)
-        launched: queue.SimpleQueue[None] = queue.SimpleQueue()
-        later = (
-            runner.part.layers is not None and runner.part.is_first
-        )  # results come when steps are finished
-        threading.Thread(target=_collect, args=(runner, launched, reporter), daemon=True).start()
+        collector = ThreadPoolExecutor(1, "rank-results")
+        # of several stages: its results come when steps are finished
+        first = runner if isinstance(runner, StageRunner) and runner.part.is_first else None
         for data in frames:
             if data == FINISH:
-                if later:
-                    runner.finish_next()
-                    launched.put(None)
+                if first is not None:
+                    first.finish_next()
+                    collector.submit(_collect, runner, reporter)
                 continue
-            step, blobs = decode_step(data)
-            loads = zip(step.adapter_loads, blobs, strict=True)
-            received.update((load.key, received_packed(blob, read)) for load, blob in loads)
+            step, described = decode_step(data)
+            for load, text in zip(step.adapter_loads, described, strict=True):
+                received[load.key] = received_packed((text, next(frames)), read)
             runner.launch(step)
-            if not later:
-                launched.put(None)
+            if first is None:
+                collector.submit(_collect, runner, reporter)
         runner.log_end()
     except StopIteration:
         pass
@@ -66,7 +62,7 @@ def main() -> None:
 
 def _build(
     settings: dict[str, Any], rank: int, memory: int, received: dict[str, PackedAdapter]
-) -> tuple[RankRunner, Read | None]:
+) -> tuple[RankRunner, Callable[[str, str], PackedAdapter] | None]:
     """The runner of this rank's part, and what reads adapters for it."""
     flat: dict[str, Any] = {}
     for part, values in settings["config"].items():
@@ -88,14 +84,8 @@ def _build(
     return runner, None if parts.adapters is None else parts.adapters.store.read
 
 
-def _collect(runner: RankRunner, launched: "queue.SimpleQueue[None]", reporter: Reporter) -> None:
+def _collect(runner: RankRunner, reporter: Reporter) -> None:
     try:
-        while True:
-            launched.get()
-            runner.collect()
+        runner.collect()
     except BaseException as fault:
         reporter.fail(fault)
-
-
-if __name__ == "__main__":
-    main()

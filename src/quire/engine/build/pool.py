@@ -95,7 +95,7 @@ def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> Bu
     divided = None
     if precision.device.type == "cuda":
         divided = _divide_gpu(plan, models.model, layout, warmup)
-    free = free_host_bytes() // config.parallel.num_ranks if divided is None else divided.pool
+    free = free_host_bytes() // plan.ranks_here() if divided is None else divided.pool
     memory, free = _without_draft(config.memory, layout, models.draft, free)
     size = pool_size(memory, layout, plan.groups, max_rows, plan.max_model_len, free)
     if (agreed := plan.agreed(size.num_blocks)) < size.num_blocks:

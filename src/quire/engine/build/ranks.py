@@ -21,13 +21,12 @@ from quire.kernels import native
 from quire.kernels.collective import cpu as collective
 from quire.layers.factory import RankPart
 from quire.parallel.cut import cut_layers, cut_model
-from quire.parallel.processes import START, SharedGroup, TorchGroup, shared_file
+from quire.parallel.processes import START, SharedGroup, TorchGroup, device_groups, shared_file
 from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
 PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.fleet.ray_ranks"}  # programs of ranks 1 and up
-DEVICES = "quire.parallel.devices"  # loaded where there are GPUs: it brings all of torch.distributed
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
 
 
@@ -51,10 +50,12 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     try:
         part = rank_part(plan, memory, 0, store, peers.check)
     except BaseException:
-        peers.close()
-        if parallel.distributed_executor_backend == "ray" and dist.is_initialized():
-            dist.destroy_process_group()
-        peers.check()  # a rank that failed is the reason
+        try:
+            peers.check()  # a rank that failed is the reason
+        finally:
+            peers.close()
+            if parallel.distributed_executor_backend == "ray" and dist.is_initialized():
+                dist.destroy_process_group()
         raise
     finally:
         os.close(memory)
@@ -73,7 +74,7 @@ def rank_part(
     device = plan.precision.device
     if device.type == "cuda":
         size = plan.config.parallel.num_ranks
-        group, everyone = import_module(DEVICES).device_groups(store, rank, size, device)
+        group, everyone = device_groups(store, rank, size, device)
         return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
     if not native.available():
         raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
@@ -101,12 +102,10 @@ def rank_part(
         return RankPart(cut, all_ranks.divided(stages), all_ranks.divided(rings), layers, all_ranks)
     mapped = mmap.mmap(memory, _shared_bytes(parallel))
     of_stage, of_ring = (SharedGroup.num_bytes(collective, count) for count in (size, num_stages))
-    group = SharedGroup(collective, native, mapped, stage * of_stage, within, size)
-    ring = SharedGroup(
-        collective, native, mapped, num_stages * of_stage + within * of_ring, stage, num_stages
-    )
+    group = SharedGroup(collective, mapped, stage * of_stage, within, size)
+    ring = SharedGroup(collective, mapped, num_stages * of_stage + within * of_ring, stage, num_stages)
     everyone = SharedGroup(
-        collective, native, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
+        collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
     )
     return RankPart(cut, group, ring, layers, everyone)
 
@@ -169,7 +168,7 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
     elif config.parallel.distributed_executor_backend == "ray" and on_gpu:
         why = "ranks on several machines run on a CPU only so far: leave out distributed_executor_backend"
-    elif config.parallel.distributed_executor_backend == "ray" and dist.is_initialized():
+    elif (config.parallel.distributed_executor_backend == "ray" or on_gpu) and dist.is_initialized():
         why = "torch.distributed is in use in this process, by another engine perhaps: close that first"
     elif config.adapters.enabled and on_gpu:
         why = "adapters of several ranks run on a CPU only so far: leave out enable_lora, lora_modules and lora_dir"

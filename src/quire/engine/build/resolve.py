@@ -21,6 +21,7 @@ from quire.kernels import native
 from quire.kernels.registry import forces_reference
 from quire.layers.factory import RankPart
 from quire.models import registry
+from quire.observe.host import machine_number
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
 from quire.weights.hyperparameters import token_ids
@@ -72,6 +73,11 @@ class BuildPlan:
     def agreed(self, number: int) -> int:
         """The smallest that a rank has: ids of blocks are those of all."""
         return number if self.part is None else min(self.part.everyone.numbers(number))
+
+    def ranks_here(self) -> int:
+        """Ranks that share this machine's memory. All of them call it."""
+        own = machine_number()
+        return 1 if self.part is None else self.part.everyone.numbers(own).count(own)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

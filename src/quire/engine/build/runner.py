@@ -17,7 +17,7 @@ from quire.runner.cross import CrossCpuOps
 from quire.runner.cross_cuda import CrossCudaOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
-from quire.runner.ranked import rank_runner
+from quire.runner.ranked import RankRunner, StageRunner
 from quire.runner.runner import Runner
 from quire.runner.transfer import TransferEngine
 
@@ -43,7 +43,7 @@ def build_runner(
     """`part`: of a model that several ranks compute."""
     parts = (model, pool, limits, device, proposals, adapters, transfers)
     if part is not None:
-        runner: Runner = rank_runner(part, *parts)
+        runner: Runner = (RankRunner if part.layers is None else StageRunner)(part, *parts)
     elif isinstance(model, EncoderDecoder):
         runner = Runner(*parts, CrossCudaOps if device.type == "cuda" else CrossCpuOps)  # type: ignore[arg-type]
     else:
