@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of prctl
+MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 START_ON_STDIN = (
     "QUIRE_START_ON_STDIN"  # a server with this variable imports, and starts after a line on stdin
 )
@@ -54,6 +55,21 @@ def visible_gpus() -> list[str]:
 def see_one_gpu(index: int) -> None:
     """From now on this process sees this GPU only. Before CUDA is started."""
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[index]
+
+
+def mps_runs() -> bool:
+    """Whether CUDA finds the pipe of an MPS daemon."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
+
+
+def mps_percentage(share: float) -> str:
+    return f"{100 * share:g}"
+
+
+def limit_mps(share: float) -> None:
+    """Under an MPS daemon this process gets a share of the SMs, unless a percentage is set. Before CUDA is started."""
+    if share < 1.0 and mps_runs():
+        os.environ.setdefault(MPS_PERCENTAGE, mps_percentage(share))
 
 
 def end_with_parent() -> None:
