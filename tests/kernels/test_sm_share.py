@@ -13,7 +13,8 @@ from quire.core.errors import ConfigError
 from quire.engine.build.report import running_on
 from quire.kernels import sm_share
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.observe.host import MPS_PERCENTAGE, limit_mps
+from quire.link.worker import _on_its_gpu
+from quire.observe.host import MPS_PERCENTAGE
 from quire.runner import warmup
 from quire.runner.cuda import CudaOps
 
@@ -101,8 +102,10 @@ def test_every_thread_launches_within_the_share_and_grids_have_its_size(gpu):
     other = threading.Thread(target=ops.submit, args=(threading.get_ident,))  # such as AsyncLLM's
     other.start()
     other.join()
+    assert list(gpu.values()) == [1]
+    gpu.clear()
     warmup.KernelWarmup(GPU, lambda: None).join()
-    assert list(gpu.values()) in ([1], [1, 1])  # a thread's number may be given out again
+    assert list(gpu.values()) == [1]
     assert (sm_share.capture_stream().cuda_stream, sm_share.side_stream(GPU).cuda_stream) == (2, 3)
     precision = SimpleNamespace(device=GPU, format_name="bfloat16")
     assert running_on(precision, 1) == "bfloat16 on NVIDIA H200, 64 of 132 SMs (green context)"
@@ -146,12 +149,13 @@ def test_what_has_no_green_contexts_is_named_with_the_remedy(gpu, monkeypatch, c
 
 def test_under_mps_the_percentage_is_set_before_cuda_starts(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    limit_mps(0.5)
+    half = EngineConfig.of(sm_share=0.5)
+    _on_its_gpu(half)
     assert MPS_PERCENTAGE not in os.environ  # no daemon
     (tmp_path / "control").touch()
     with pytest.raises(ConfigError, match=f"not set: start the program with {MPS_PERCENTAGE}=50"):
         sm_share.enter(0.5, GPU)
-    limit_mps(0.5)
+    _on_its_gpu(half)
     sm_share.enter(0.5, GPU)
     assert sm_share.gpu_name(GPU) == "NVIDIA H200, 132 SMs (MPS, 50 %)"
     assert (sm_share.side_stream(GPU), gpu) == ("a plain stream", {})

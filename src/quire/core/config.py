@@ -314,11 +314,7 @@ class RunnerConfig:
         "auto, cpu, cuda, or simulated:NAME to schedule steps for an absent device (h200, a100-40g, …)",
     )
     num_threads: int | None = setting(None, "CPU threads (default: the physical cores)")
-    sm_share: float = setting(
-        1.0,
-        "share of the GPU's SMs that the engine keeps to: by MPS's percentage where its daemon runs, else by a green "
-        "context",
-    )
+    sm_share: float = setting(1.0, "share of the GPU's SMs to keep to, by MPS or else by a green context")
     enforce_eager: bool = setting(False, "no CUDA graphs, no recorded kernel sequences")
     deterministic: bool = setting(
         False,

@@ -15,7 +15,7 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.nvrtc import check, driver
-from quire.observe.host import MPS_PERCENTAGE, mps_percentage, mps_runs
+from quire.observe.host import MPS_PERCENTAGE, mps_percentage
 
 _SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
 _SM_COUNT = 96 // 4  # of a CUdevResource, which has at most 152 bytes
@@ -39,10 +39,8 @@ def enter(share: float, device: torch.device) -> None:
     """Before the first allocation of an engine. ConfigError where this device cannot be shared so."""
     if device.type != "cuda":
         if share < 1.0:
-            raise ConfigError(
-                f"sm_share={share} is for NVIDIA GPUs, and this engine runs on {device.type}: leave it out, and limit "
-                "a CPU by num_threads or pinned cores"
-            )
+            remedy = "leave it out, and limit a CPU by num_threads or pinned cores"
+            raise ConfigError(f"sm_share={share} is for NVIDIA GPUs, not for {device.type}: {remedy}")
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     if not _entered:
@@ -69,8 +67,7 @@ def capture_stream() -> torch.cuda.Stream | None:
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     context = _entered[0].context if _entered else None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device) if context is None else context.Stream()
-    return stream
+    return torch.cuda.Stream(device) if context is None else context.Stream()
 
 
 def num_sms(device: torch.device) -> int:
@@ -102,14 +99,13 @@ def whole_groups(share: float, total: int, major: int) -> int:
 def _limited(share: float, index: int) -> _Entered:
     properties = torch.cuda.get_device_properties(index)
     total = properties.multi_processor_count
-    if mps_runs():
-        wanted, found = mps_percentage(share), os.environ.get(MPS_PERCENTAGE, "not set")
-        if found != wanted:
+    if (percentage := mps_percentage(share)) is not None:
+        if (actual := os.environ.get(MPS_PERCENTAGE, "not set")) != percentage:
             raise ConfigError(
                 f"sm_share={share}: an MPS daemon runs here, and CUDA reads {MPS_PERCENTAGE} when it starts, which is "
-                f"{found}: start the program with {MPS_PERCENTAGE}={wanted}"
+                f"{actual}: start the program with {MPS_PERCENTAGE}={percentage}"
             )
-        return _Entered(share, index, f", {total} SMs (MPS, {wanted} %)")
+        return _Entered(share, index, f", {total} SMs (MPS, {percentage} %)")
     wanted_sms = whole_groups(share, total, properties.major)
     try:
         torch.cuda.synchronize(index)  # a green context needs the device's primary context

@@ -57,19 +57,10 @@ def see_one_gpu(index: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[index]
 
 
-def mps_runs() -> bool:
-    """Whether CUDA finds the pipe of an MPS daemon."""
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
-
-
-def mps_percentage(share: float) -> str:
-    return f"{100 * share:g}"
-
-
-def limit_mps(share: float) -> None:
-    """Under an MPS daemon this process gets a share of the SMs, unless a percentage is set. Before CUDA is started."""
-    if share < 1.0 and mps_runs():
-        os.environ.setdefault(MPS_PERCENTAGE, mps_percentage(share))
+def mps_percentage(share: float) -> str | None:
+    """A share of the SMs as MPS_PERCENTAGE has it; None for all of them, and where CUDA finds no MPS daemon's pipe."""
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
+    return f"{100 * share:g}" if share < 1.0 and pipe.exists() else None
 
 
 def end_with_parent() -> None:

@@ -174,9 +174,7 @@ class Graphs:
     def _capture(self, shape: StepShape, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         # Another thread may wait for a copy meanwhile, which must not fail this capture.
-        with torch.cuda.graph(
-            graph, pool=self._memory, stream=capture_stream(), capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, self._memory, capture_stream(), capture_error_mode="thread_local"):
             hidden = self._model(self._batch(shape, adapted), self._pool)
         kinds = self._kinds(adapted)
         if kinds:  # a new kind of adapter came: passes without it are of no use any more

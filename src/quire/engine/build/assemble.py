@@ -85,10 +85,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engin
     config = replace(config, memory=resolve_memory(config.memory))
     if is_simulated(config.runner.device):
         if config.runner.sm_share < 1.0:
-            raise ConfigError(
-                f"sm_share={config.runner.sm_share} is for a real GPU: a simulated one has its share in its name, such "
-                "as simulated:h200-sm50"
-            )
+            raise ConfigError("sm_share is for real GPUs: simulated:h200-sm50 names a simulated share")
         simulate = laboratory.load("simulate.build", "--device simulated")
         built: Built[Engine] = simulate.build_simulated(config, started)
         return built
