@@ -112,6 +112,7 @@ NOT_SHOWN = {
     "max_num_batched_tokens": "a setting",
     "kv_cache_blocks": "a setting; kv_cache_bytes is shown",
     "kv_cache_block_size": "a setting",
+    "engine_sms": "a setting",
     "stored_responses": "stored_responses_bytes is shown",
     "spec_decode_num_drafts_total": "their tokens are shown",
     "lora_requests_info": "names of adapters in labels, for routers",

@@ -63,6 +63,7 @@ OTHER = {
     "admit_after": "completed",
     "device": "cpu",
     "num_threads": 2,
+    "sm_share": 0.5,
     "enforce_eager": True,
     "deterministic": True,
     "speculative_config": '{"method": "ngram"}',

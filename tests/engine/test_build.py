@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from quire.core import laboratory
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.build import assemble, build
+from quire.engine.build import assemble, build, resolve
 from quire.engine.build.resolve import BuildPlan
 from quire.layers.factory import RankPart
 from quire.parallel.group import Group
@@ -48,3 +49,25 @@ def test_ranks_on_other_machines_do_not_count_where_memory_is_divided():
     everyone = SimpleNamespace(numbers=lambda own: [own, own + 1, own])
     assert BuildPlan.ranks_here(SimpleNamespace(part=SimpleNamespace(everyone=everyone))) == 2
     assert BuildPlan.ranks_here(SimpleNamespace(part=None)) == 1
+
+
+def test_a_device_without_sms_refuses_a_share():
+    with pytest.raises(ConfigError, match=r"sm_share=0.5 is for NVIDIA GPUs, not for cpu: .* num_threads"):
+        build(EngineConfig.of(device="cpu", sm_share=0.5))
+    with pytest.raises(ConfigError, match="sm_share is for real GPUs: simulated:h200-sm50 names"):
+        build(EngineConfig.of(device="simulated:h200", sm_share=0.5))
+
+
+def test_a_share_is_entered_before_anything_is_compiled_or_loaded(monkeypatch):
+    order: list[object] = []
+
+    def started(_plan: object) -> None:
+        order.append("kernels")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(resolve, "enter", lambda *given: order.append(given))
+    monkeypatch.setattr(assemble, "start_kernel_warmup", started)
+    monkeypatch.setattr(assemble, "load_models", lambda *_, **__: order.append("weights"))
+    with pytest.raises(ConfigError, match="enough"):
+        build(EngineConfig.of(device="cpu", sm_share=0.5))
+    assert order == [(0.5, torch.device("cpu")), "kernels"]

@@ -58,6 +58,7 @@ max_num_seqs | gauge |  | Sequences that run at once.
 max_num_batched_tokens | gauge |  | Tokens per step.
 weights_bytes | gauge |  | Size of the weights.
 engine_start_seconds | gauge |  | How long the engine took to start.
+engine_sms | gauge |  | SMs of its GPU that the engine may use; 0 on a CPU.
 """
 GENERATING = """
 kv_cache_usage_perc | gauge |  | Share of the pool's blocks in use, 0 to 1.

@@ -43,9 +43,10 @@ class GpuHardware:
     name: str
     memory_bytes: int
     capability: str
+    num_sms: int
 
     def __str__(self) -> str:
-        return f"{self.name}, {in_bytes(self.memory_bytes)}"
+        return f"{self.name}, {in_bytes(self.memory_bytes)}, {self.num_sms} SMs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def describe_gpus() -> list[GpuHardware]:
     if not torch.cuda.is_available():
         return []
     return [
-        GpuHardware(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}")
+        GpuHardware(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}", gpu.multi_processor_count)
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
 

@@ -314,6 +314,7 @@ class RunnerConfig:
         "auto, cpu, cuda, or simulated:NAME to schedule steps for an absent device (h200, a100-40g, …)",
     )
     num_threads: int | None = setting(None, "CPU threads (default: the physical cores)")
+    sm_share: float = setting(1.0, "share of the GPU's SMs to keep to, by MPS or else by a green context")
     enforce_eager: bool = setting(False, "no CUDA graphs, no recorded kernel sequences")
     deterministic: bool = setting(
         False,
@@ -322,6 +323,10 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         at_least("num_threads", self.num_threads, 1)
+        if not 0.0 < self.sm_share <= 1.0:
+            raise ConfigError(
+                f"sm_share={self.sm_share} is outside (0, 1]: 0.5 is half of the GPU, 1 all of it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,7 @@ class StartStats:
         shown=Shown("weights", lambda num_bytes: f"{num_bytes / 1e6:,.0f} MB"),
     )
     seconds: float = gauge("engine_start_seconds", "How long the engine took to start.")
+    num_sms: int = gauge("engine_sms", "SMs of its GPU that the engine may use; 0 on a CPU.", 0)
 
 
 SCORE_PATHS = ("/v1/score", "/v1/rerank")

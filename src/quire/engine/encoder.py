@@ -17,6 +17,7 @@ from quire.core.stats import QueueStats
 from quire.engine.engine import EngineCore
 from quire.engine.validation import Limits
 from quire.kernels.registry import keep_threads
+from quire.kernels.sm_share import use_stream
 from quire.layers.encoder import Pooling, assemble_encoder_batch
 from quire.models.encoder_heads import ClassificationHead, MaskHead
 from quire.models.model import Encoder
@@ -107,6 +108,7 @@ class EncoderRunner:
     def launch(self, step: EncodeStep) -> None:
         started = time.perf_counter()
         self._keep_threads()
+        use_stream()
         batch = assemble_encoder_batch(step.texts, self._device, step.second_starts)
         hidden, head = self._encoder(batch), self._encoder.head
         if isinstance(head, ClassificationHead):

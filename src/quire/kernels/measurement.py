@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from quire.kernels.cache_files import cache_folder, write_whole
+from quire.kernels.sm_share import capture_stream
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
@@ -55,7 +56,7 @@ def graph_seconds(run: Callable[[], object], seconds: float = REPLAY_SECONDS) ->
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=capture_stream()):
         run()
     for _ in range(3):
         graph.replay()

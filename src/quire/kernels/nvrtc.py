@@ -36,8 +36,8 @@ class Kernel:
         if key not in self._at_once:
             self._allow(shared_bytes)
             count = c_int()
-            _check(
-                _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            check(
+                driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
                     byref(count), self.function, c_int(num_threads), c_size_t(shared_bytes)
                 )
             )
@@ -47,7 +47,7 @@ class Kernel:
     def _allow(self, shared_bytes: int) -> None:
         """Blocks may have this much dynamic shared memory."""
         if shared_bytes > self._allowed:
-            _check(_driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)))
+            check(driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)))
             self._allowed = shared_bytes
 
     def __call__(
@@ -65,7 +65,7 @@ class Kernel:
         config = _LaunchConfig(
             grid_x, grid_y, grid_z, num_threads, 1, 1, shared, stream, ctypes.addressof(_EARLY), 1
         )
-        _check(_driver().cuLaunchKernelEx(byref(config), self.function, parameters, None))
+        check(driver().cuLaunchKernelEx(byref(config), self.function, parameters, None))
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -93,12 +93,12 @@ class Module:
         self._code = compiled(source, options)
         self._module = c_void_p()
         torch.cuda.current_stream()  # the driver needs PyTorch's context
-        _check(_driver().cuModuleLoadData(byref(self._module), c_char_p(self._code)))
+        check(driver().cuModuleLoadData(byref(self._module), c_char_p(self._code)))
 
     def kernel(self, name: str, shared_bytes: int = 0) -> Kernel:
         """`shared_bytes`: of dynamic shared memory per block."""
         function = c_void_p()
-        _check(_driver().cuModuleGetFunction(byref(function), self._module, c_char_p(name.encode())))
+        check(driver().cuModuleGetFunction(byref(function), self._module, c_char_p(name.encode())))
         return Kernel(function, shared_bytes)
 
 
@@ -129,14 +129,14 @@ def compiled(source: str, options: Sequence[str]) -> bytes:
 @cache
 def version() -> tuple[int, int]:
     major, minor = c_int(), c_int()
-    _check(_compiler().nvrtcVersion(byref(major), byref(minor)))
+    check(_compiler().nvrtcVersion(byref(major), byref(minor)))
     return major.value, minor.value
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:
     library = _compiler()
     program = c_void_p()
-    _check(
+    check(
         library.nvrtcCreateProgram(
             byref(program), c_char_p(source.encode()), b"quire.cu", c_int(0), None, None
         )
@@ -149,9 +149,9 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
         log = ctypes.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, log)
         raise RuntimeError(f"a CUDA kernel does not compile: {log.value.decode(errors='replace')}")
-    _check(library.nvrtcGetCUBINSize(program, byref(size)))
+    check(library.nvrtcGetCUBINSize(program, byref(size)))
     code = ctypes.create_string_buffer(size.value)
-    _check(library.nvrtcGetCUBIN(program, code))
+    check(library.nvrtcGetCUBIN(program, code))
     library.nvrtcDestroyProgram(byref(program))
     return code.raw
 
@@ -162,10 +162,10 @@ def _compiler() -> ctypes.CDLL:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status:
         raise RuntimeError(f"CUDA answered with status {status}")

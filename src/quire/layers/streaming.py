@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels import huge_pages
+from quire.kernels.sm_share import side_stream
 from quire.weights.layer_files import LayerFiles
 
 ALIGNMENT = 256  # the widest load of tensor cores, on any device
@@ -173,7 +174,7 @@ class CudaCopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = side_stream(device)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

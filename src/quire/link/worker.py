@@ -26,7 +26,7 @@ from quire.link.heartbeat import start_heartbeat
 from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
 from quire.link.remote import RemoteWorkerChannel, read_keys
 from quire.observe.heap import freeze_heap
-from quire.observe.host import see_one_gpu
+from quire.observe.host import MPS_PERCENTAGE, mps_percentage, see_one_gpu
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
 from quire.weights.source import Source
@@ -67,7 +67,9 @@ def main() -> int:
 
 
 def _on_its_gpu(config: EngineConfig) -> EngineConfig:
-    """A device such as cuda:1 becomes the only GPU that this process sees; before CUDA is started."""
+    """A device such as cuda:1 becomes the only GPU that this process sees or shares; before CUDA is started."""
+    if (percentage := mps_percentage(config.runner.sm_share)) is not None:
+        os.environ.setdefault(MPS_PERCENTAGE, percentage)
     kind, _, index = config.runner.device.partition(":")
     if kind != "cuda" or not index.isdigit():
         return config

@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import UUID, getnode
 
 PR_SET_PDEATHSIG = 1  # of prctl
+MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 START_ON_STDIN = (
     "QUIRE_START_ON_STDIN"  # a server with this variable imports, and starts after a line on stdin
 )
@@ -63,6 +64,12 @@ def visible_gpus() -> list[str]:
 def see_one_gpu(index: int) -> None:
     """From now on this process sees this GPU only. Before CUDA is started."""
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[index]
+
+
+def mps_percentage(share: float) -> str | None:
+    """A share of the SMs as MPS_PERCENTAGE has it; None for all of them, and where CUDA finds no MPS daemon's pipe."""
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
+    return f"{100 * share:g}" if share < 1.0 and pipe.exists() else None
 
 
 def end_with_parent() -> None:

@@ -15,6 +15,7 @@ from quire.core.step import AdapterLoad, Step
 from quire.kernels import registry
 from quire.kernels.lora.records import SOURCES, LoraSegments, LoraTables
 from quire.kernels.lora_pack.pieces import COLUMNS, PLACE
+from quire.kernels.sm_share import side_stream
 from quire.layers.attention import Pool
 from quire.layers.linear import HEAD
 from quire.layers.lora import LoraBatch, LoraSite, group_by_adapter, max_segments, segment_length
@@ -158,7 +159,7 @@ class AdapterSlots:
         self._tokens = SegmentBuffer(max_tokens, max_rows, device, invariant)
         self._wanted = SegmentBuffer(max_tokens + max_rows, max_rows, device, invariant)
         if side is None and device.type == "cuda":
-            side = torch.cuda.Stream(device)
+            side = side_stream(device)
         self._side = side
         # A load must fit its largest block; several should not wait for each other.
         size = max(STAGING_BYTES, pool.layout.block_bytes)

@@ -14,6 +14,7 @@ from quire.core.layout import BlockLayout
 from quire.core.step import Step
 from quire.kernels import choose
 from quire.kernels.attention import cudnn
+from quire.kernels.sm_share import use_stream
 from quire.layers.attention import Pool
 from quire.layers.lora import LoraBatch
 from quire.models.model import DecoderModel
@@ -95,6 +96,7 @@ class CudaOps:
         self.row_tables = self._inputs.row_tables
 
     def submit(self, work: Callable[[], T]) -> _Done[T]:
+        use_stream()  # the caller may be any thread
         return _Done(work())
 
     def change_rows(self, step: Step) -> None:

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from quire.kernels.sm_share import capture_stream
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.models.model import DecoderModel
@@ -173,7 +174,7 @@ class Graphs:
     def _capture(self, shape: StepShape, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         # Another thread may wait for a copy meanwhile, which must not fail this capture.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._memory, capture_stream(), capture_error_mode="thread_local"):
             hidden = self._model(self._batch(shape, adapted), self._pool)
         kinds = self._kinds(adapted)
         if kinds:  # a new kind of adapter came: passes without it are of no use any more

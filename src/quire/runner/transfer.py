@@ -14,6 +14,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import Ints
 from quire.core.step import HostTransfers, Step
 from quire.kernels import huge_pages
+from quire.kernels.sm_share import side_stream
 from quire.layers.attention import Pool
 from quire.layers.streaming import PinnedMemory
 from quire.observe.logs import get_logger
@@ -112,7 +113,7 @@ class TransferEngine:
         on_gpu = self._device.type == "cuda"
         self.arena = HostArena(pool.layout.block_bytes, num_host_blocks, pinned=on_gpu)
         # all that is written into blocks beside the passes is queued here, and so in order; None on a CPU
-        self.stream = torch.cuda.Stream(self._device) if on_gpu else None
+        self.stream = side_stream(self._device) if on_gpu else None
         self._leaving: dict[int, torch.cuda.Event] = {}  # by block: when its copy is made
         self._last_left: torch.cuda.Event | None = None
         self._arriving: torch.cuda.Event | None = None  # of earlier steps, that no pass has waited for

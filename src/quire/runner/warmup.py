@@ -15,6 +15,7 @@ from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
 from quire.kernels.sample.columns import WORDS
+from quire.kernels.sm_share import use_stream
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch, GroupTables
 from quire.layers.lora import segment_length
@@ -56,6 +57,7 @@ class KernelWarmup:
 def _run(device: torch.device, piece: Callable[[], None]) -> None:
     try:
         with torch.cuda.device(device), torch.inference_mode():
+            use_stream()
             piece()
     except Exception as fault:  # the start itself reports what is wrong, if something is
         logger.debug("a kernel warm-up ended early: %s", fault)

@@ -1,10 +1,11 @@
 """What a neighbour costs: `python -m quire_lab.benchmarks.gpu_sharing [--modes …] [--output FILE]`, and the processes
 of `quire bench lab gpu-sharing`.
 
-Two real engines: one decodes answers, the other mostly computes prompts. On a GPU they run alone, in time slices, under
-MPS, and under MPS with half of the processors each. `steps` times one engine alone with 14 to 57 % of the processors
-beside what `simulated:h200-smNN` predicts, and `fault` has a neighbour under MPS fault. On a CPU (`--device cpu`) they
-run alone, on the same cores, and each on its own.
+Two real engines: one decodes answers, the other mostly computes prompts. On a GPU they run alone, in time slices, in
+time slices with green contexts of half of the processors each (`--sm-share`), under MPS, and under MPS with half of the
+processors each. `steps` times one engine alone with 14 to 57 % of the processors beside what `simulated:h200-smNN`
+predicts, and `fault` has a neighbour under MPS fault. On a CPU (`--device cpu`) they run alone, on the same cores, and
+each on its own.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from quire.core.sampling import SamplingParams
 from quire_lab.benchmarks import workloads
 
 PERCENTAGES = (14, 29, 43, 57)
-MODES = ("alone", "time-slices", "mps", "mps-percent", "steps", "fault")
+MODES = ("alone", "time-slices", "green-contexts", "mps", "mps-percent", "steps", "fault")
 CPU_MODES = ("alone", "same-cores", "own-cores")
 
 
@@ -98,6 +99,9 @@ def run_mode(mode: str, device: str, seconds: float) -> Iterator[dict[str, Any]]
             yield from together({role: {}}, device, seconds)
     elif mode in ("time-slices", "same-cores"):
         yield from together({"decodes": {}, "prompts": {}}, device, seconds)
+    elif mode == "green-contexts":
+        half = {"QUIRE_SM_SHARE": "0.5"}
+        yield from together({"decodes": half, "prompts": half}, device, seconds)
     elif mode == "own-cores":
         yield from together({"decodes": {"QUIRE_CORE": "0"}, "prompts": {"QUIRE_CORE": "1"}}, device, seconds)
     else:
@@ -186,6 +190,7 @@ def child(name: str, device: str, folder: Path, seconds: float) -> None:
                 use_tqdm=False,
                 enable_prefix_caching=False,
                 gpu_memory_utilization=0.4,
+                sm_share=float(os.environ.get("QUIRE_SM_SHARE", "1")),
             )
             vocabulary = shape["vocab_size"]
     busy = Busy(llm.engine, role, vocabulary)

@@ -11,10 +11,12 @@ from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 MIN_SUM, MAX_GAP = 1.3, 0.5  # of MPS with percentages over time slices: output tokens, and p99 of gaps
 NO_GPU = (
-    "no GPU here: time slices, MPS and MPS with percentages need an NVIDIA GPU and nvidia-cuda-mps-control; on the CPU "
-    "the same two engines share all cores, or have one each"
+    "no GPU here: time slices, green contexts, MPS and MPS with percentages need an NVIDIA GPU and "
+    "nvidia-cuda-mps-control; on the CPU the same two engines share all cores, or have one each"
 )
 NO_MPS = "nvidia-cuda-mps-control is not on the PATH: the MPS modes were left out"
+
+NO_GREEN_CONTEXTS = "an engine in a green context did not start, and said why: this mode was left out"
 
 
 def run(setup: Setup) -> Finding:
@@ -27,6 +29,9 @@ def run(setup: Setup) -> Finding:
             bar.note(mode)
             rows += [{"mode": mode, **row} for row in run_mode(mode, device, seconds)]
             bar()
+    if any("exit" in row for row in rows if row["mode"] == "green-contexts"):
+        rows = [row for row in rows if row["mode"] != "green-contexts"]
+        notes.append(NO_GREEN_CONTEXTS)
     if dead := [row for row in rows if "exit" in row]:
         raise ConfigError(
             f"the engine that {dead[0]['role']} did not start in mode {dead[0]['mode']} (exit {dead[0]['exit']}): its "
@@ -38,7 +43,7 @@ def run(setup: Setup) -> Finding:
 def _modes(device: str) -> tuple[tuple[str, ...], list[str]]:
     if device == "cuda":
         have = mps_tool() is not None
-        return (MODES if have else MODES[:2]), ([] if have else [NO_MPS])
+        return (MODES if have else MODES[:3]), ([] if have else [NO_MPS])
     if len(os.sched_getaffinity(0)) > 1:
         return CPU_MODES, [NO_GPU]
     return CPU_MODES[:2], [NO_GPU, "one usable core: there is none to give each engine its own"]

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from quire.adapters.peft import PackedAdapter
 from quire.core import laboratory
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.stats import StartStats
 from quire.engine.adapters import Adapters
@@ -40,6 +40,7 @@ from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
+from quire.kernels.sm_share import num_sms
 from quire.memory.cross import CrossMemory
 from quire.memory.paged import PagedMemory
 from quire.memory.swap import PendingTransfers
@@ -83,6 +84,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engin
     started = time.perf_counter()
     config = replace(config, memory=resolve_memory(config.memory))
     if is_simulated(config.runner.device):
+        if config.runner.sm_share < 1.0:
+            raise ConfigError("sm_share is for real GPUs: simulated:h200-sm50 names a simulated share")
         simulate = laboratory.load("simulate.build", "--device simulated")
         built: Built[Engine] = simulate.build_simulated(config, started)
         return built
@@ -225,7 +228,7 @@ def _report(
         parallel="" if plan.part is None else str(plan.part),
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
-        start=StartStats(plan.num_threads, weights_bytes, seconds),
+        start=StartStats(plan.num_threads, weights_bytes, seconds, num_sms(plan.precision.device)),
         groups=weight_groups(models.model),
         limits=parts.limits,
         pool=pool.size,

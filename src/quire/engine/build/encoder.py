@@ -16,6 +16,7 @@ from quire.engine.build.report import Report, running_on
 from quire.engine.build.resolve import CPU_BATCHED_TOKENS, BuildPlan, Progress, make_plan
 from quire.engine.encoder import EncoderEngine, EncoderRunner
 from quire.engine.validation import Limits
+from quire.kernels.sm_share import num_sms
 from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
 from quire.models.encoder_heads import ClassificationHead, MaskHead
@@ -63,7 +64,7 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
         model=options.served_model_name or plan.source.name,
         where=running_on(precision, plan.num_threads),
         precision=precision,
-        start=StartStats(plan.num_threads, weights_bytes, seconds),
+        start=StartStats(plan.num_threads, weights_bytes, seconds, num_sms(precision.device)),
         groups=weight_groups(encoder),
         limits=limits,
         vectors=VectorFormat(

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.stats import LABEL, PoolSize, StartStats, VectorFormat, rows, shown
 from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
 from quire.engine.validation import Limits
+from quire.kernels.sm_share import gpu_name
 from quire.models.expert_placement import ExpertPlacement
 from quire.models.offload import Streaming
 from quire.models.weight_shape import WeightGroup
@@ -64,7 +63,7 @@ def running_on(precision: Precision, num_threads: int, simulated: str = "") -> s
     """The number format, and the device with its threads; or the simulated device, and what it was fitted on."""
     where = simulated or f"{precision.device.type}, {num_threads} threads"
     if precision.device.type == "cuda" and not simulated:
-        where = torch.cuda.get_device_name(precision.device)
+        where = gpu_name(precision.device)
     return f"{precision.format_name} on {where}"
 
 

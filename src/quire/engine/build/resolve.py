@@ -19,6 +19,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.build.encoder_decoder import encoder_decoder_config
 from quire.kernels import native
 from quire.kernels.registry import forces_reference
+from quire.kernels.sm_share import enter
 from quire.layers.factory import RankPart
 from quire.models import registry
 from quire.observe.host import machine_number
@@ -96,6 +97,7 @@ def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task
     )
     model = registry.describe(source.config, task)
     precision = resolve_precision(config, model)
+    enter(config.runner.sm_share, precision.device)
     max_model_len = resolve_max_model_len(config, model)
     if model.encoder is not None:
         if config.parallel.num_ranks > 1:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.attention.tuning import TUNINGS, AttentionTuning, HeadShape, Ranges, cache, key_of
+from quire.kernels.sm_share import num_sms
 
 MIN_SHARED = 256  # tokens; fewer are not worth a piece of their own
 FEW_ROWS = 4  # per query head of a group: with fewer rows nothing is shared
@@ -155,10 +156,10 @@ def query_rows(group: int) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has."""
+    """How many multiprocessors of the device an engine has."""
     if device.type != "cuda":
         return MULTIPROCESSORS_WITHOUT_GPU
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return num_sms(device)
 
 
 class AttentionPlanner:

@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.kernels import nvrtc
 from quire.kernels.encoded_linear import formats
 from quire.kernels.encoded_linear.formats import BOOK, CHUNK, ROWS, TILE, Format
+from quire.kernels.sm_share import num_sms
 
 LAYOUT = "cuda1"
 PACKING = ROWS * CHUNK
@@ -268,8 +269,7 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
         for tile in (TOKEN_TILES if hopper else ())
     }
     helpers = {name: module.kernel(name) for name in ("expand", "permute", "reduce")}
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Kernels(few, pair_groups, **helpers, many=many, num_processors=processors)
+    return Kernels(few, pair_groups, **helpers, many=many, num_processors=num_sms(device))
 
 
 def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) -> str:

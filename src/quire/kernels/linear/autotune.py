@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.linear.cublaslt import MAX_CANDIDATES, Algorithm, GemmPlan, GemmShape, version
 from quire.kernels.linear.reference import gemm
 from quire.kernels.measurement import TunedCache, choose, queued_seconds
+from quire.kernels.sm_share import gpu_name
 
 TORCH_DEFAULT = -1  # the index that stands for PyTorch's own choice
 FINALISTS = 2  # candidates timed again, beside PyTorch's choice
@@ -119,7 +120,7 @@ class ChipKey:
 
 
 def key_of(device: torch.device) -> ChipKey:
-    return ChipKey(torch.cuda.get_device_name(device), version(), torch.__version__)
+    return ChipKey(gpu_name(device), version(), torch.__version__)
 
 
 def store(key: ChipKey, choices: Choices) -> None:

@@ -1,0 +1,135 @@
+"""`--sm-share`: the engines of a process keep to some of a GPU's SMs, by a green context or by MPS.
+
+What is launched on a stream of a green context runs on its SMs, from any thread; so does a graph captured on one.
+Memory, modules and cuBLAS handles are the device's own. The default stream and plain streams have all SMs, and are
+not ordered with the others: engines use the streams of this file. PyTorch's `set_context` would bind one thread.
+"""
+
+import os
+from ctypes import byref, c_uint, c_void_p
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from quire.core.errors import ConfigError
+from quire.kernels.nvrtc import check, driver
+from quire.observe.host import MPS_PERCENTAGE, mps_percentage
+
+_SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
+_SM_COUNT = 96 // 4  # of a CUdevResource, which has at most 152 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    share: float
+    index: int  # of the GPU
+    in_words: str = ""
+    num_sms: int = 0
+    context: Any = None  # destroyed with its last reference; None: all SMs, or MPS limits them
+    stream: torch.cuda.Stream | None = None
+    capture: torch.cuda.Stream | None = None
+
+
+_entered: list[_Entered] = []  # at most one: neither a process nor its streams can have two shares
+
+
+def enter(share: float, device: torch.device) -> None:
+    """Before the first allocation of an engine. ConfigError where this device cannot be shared so."""
+    if device.type != "cuda":
+        if share < 1.0:
+            remedy = "leave it out, and limit a CPU by num_threads or pinned cores"
+            raise ConfigError(f"sm_share={share} is for NVIDIA GPUs, not for {device.type}: {remedy}")
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if not _entered:
+        _entered.append(_Entered(share, index) if share == 1.0 else _limited(share, index))
+    before = _entered[0]
+    if share != before.share or (share < 1.0 and index != before.index):
+        raise ConfigError(
+            f"sm_share={share} on GPU {index}: this process had an engine with sm_share={before.share} on GPU "
+            f"{before.index}; give the other share a process of its own"
+        )
+    use_stream()
+
+
+def use_stream() -> None:
+    """The calling thread launches on the share's SMs from now on."""
+    if _entered and _entered[0].stream is not None:
+        torch.cuda.set_stream(_entered[0].stream)
+
+
+def capture_stream() -> torch.cuda.Stream | None:
+    """For `torch.cuda.graph`; None: its own."""
+    return _entered[0].capture if _entered else None
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    context = _entered[0].context if _entered else None
+    return torch.cuda.Stream(device) if context is None else context.Stream()
+
+
+def num_sms(device: torch.device) -> int:
+    """SMs that run this process's kernels: grids are sized by it. MPS limits what CUDA reports itself. 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    if _entered and _entered[0].context is not None:
+        return _entered[0].num_sms
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def gpu_name(device: torch.device) -> str:
+    """With the share, if there is one: times measured within it are not those of the whole GPU."""
+    return torch.cuda.get_device_name(device) + (_entered[0].in_words if _entered else "")
+
+
+def whole_groups(share: float, total: int, major: int) -> int:
+    """SMs of a share, down to whole groups of the compute capability (cuda.h). ConfigError if there is none."""
+    least, group = (8, 8) if major >= 9 else (4, 2) if major == 8 else (2, 2)
+    wanted = int(share * total + 1e-6)
+    if wanted < least:
+        raise ConfigError(
+            f"sm_share={share} of {total} SMs is {share * total:.1f}, and this GPU is divided into {least} or more: "
+            f"give at least {least / total + 0.005:.2f}"
+        )
+    return wanted // group * group
+
+
+def _limited(share: float, index: int) -> _Entered:
+    properties = torch.cuda.get_device_properties(index)
+    total = properties.multi_processor_count
+    if (percentage := mps_percentage(share)) is not None:
+        if (actual := os.environ.get(MPS_PERCENTAGE, "not set")) != percentage:
+            raise ConfigError(
+                f"sm_share={share}: an MPS daemon runs here, and CUDA reads {MPS_PERCENTAGE} when it starts, which is "
+                f"{actual}: start the program with {MPS_PERCENTAGE}={percentage}"
+            )
+        return _Entered(share, index, f", {total} SMs (MPS, {percentage} %)")
+    wanted_sms = whole_groups(share, total, properties.major)
+    try:
+        torch.cuda.synchronize(index)  # a green context needs the device's primary context
+        contexts = import_module("torch.cuda.green_contexts")
+        context = contexts.GreenContext.create(num_sms=wanted_sms, device_id=index)
+        stream, capture = context.Stream(), context.Stream()
+        given = _sms_of(stream)
+        if not 0 < given <= total:
+            raise RuntimeError(f"the driver reports {given} of {total} SMs")
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"sm_share={share} needs green contexts with streams (PyTorch 2.12 has them, this is {torch.__version__}) "
+            "and a driver of CUDA 12.8 or later; update them, or start an MPS daemon: "
+            + str(error).partition("\n")[0]
+        ) from error
+    words = f", {given} of {total} SMs (green context)"
+    return _Entered(share, index, words, given, context, stream, capture)
+
+
+def _sms_of(stream: torch.cuda.Stream) -> int:
+    """What the driver gave, which may be less than was asked for; PyTorch does not say."""
+    primary, green, resource = c_void_p(), c_void_p(), (c_uint * 64)()
+    check(driver().cuStreamGetCtx_v2(c_void_p(stream.cuda_stream), byref(primary), byref(green)))
+    if not green.value:
+        raise RuntimeError("its stream belongs to no green context")
+    check(driver().cuGreenCtxGetDevResource(green, resource, _SM_RESOURCE))
+    return int(resource[_SM_COUNT])
