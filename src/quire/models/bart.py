@@ -19,16 +19,21 @@ from quire.layers.parameters import Composite, Loader
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.weights.hyperparameters import (
     MAX_LAYERS,
-    checkpoint_dtype,
     first_token_id,
-    head_size,
+    generates,
+    model_config,
     positive,
-    token_ids,
     whole,
 )
 
 SKIPPED_POSITIONS = 2  # rows of the checkpoint's position tables before position 0
 EPS = 1e-5  # torch's
+_SIZES = {
+    "hidden_size": "d_model",
+    "num_heads": "decoder_attention_heads",
+    "num_layers": "decoder_layers",
+    "intermediate_size": "decoder_ffn_dim",
+}
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -45,7 +50,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     ):
         if hf.get(name, name == "normalize_embedding") is not (name == "normalize_embedding"):
             raise ModelError(f"config.json has {name}={hf[name]!r}, which is not known for {architecture}")
-    hidden, heads = positive(hf, "d_model"), positive(hf, "decoder_attention_heads")
+    heads = positive(hf, "decoder_attention_heads")
     if positive(hf, "encoder_attention_heads") != heads:
         raise ModelError(
             f"config.json has encoder_attention_heads={hf['encoder_attention_heads']} and decoder_attention_heads="
@@ -53,24 +58,10 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         )
     longest = positive(hf, "max_position_embeddings")
     start = first_token_id(hf, "decoder_start_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=positive(hf, "decoder_layers", high=MAX_LAYERS),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_size({}, hidden, heads),
-        intermediate_size=positive(hf, "decoder_ffn_dim"),
-        max_position=2 * longest,
-        dtype=checkpoint_dtype(hf),
-        tie_word_embeddings=bool(hf.get("has_tied_head", hf.get("tie_word_embeddings") is not False)),
-        eos_token_ids=token_ids(hf, "eos_token_id"),
-        bos_token_id=first_token_id(hf, "bos_token_id"),
-        hf=dict(hf),
-        encoder=EncoderInput(
-            (2 if start is None else start,), whole(hf, "pad_token_id", 1), longest, longest
-        ),
+    tied = {"tie_word_embeddings": hf.get("has_tied_head", hf.get("tie_word_embeddings") is not False)}
+    encoder = EncoderInput((2 if start is None else start,), whole(hf, "pad_token_id", 1), longest, longest)
+    return model_config(
+        architecture, hf, _SIZES, max_position=2 * longest, encoder=encoder, **generates({**hf, **tied})
     )
 
 

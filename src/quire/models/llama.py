@@ -18,43 +18,25 @@ from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import position_limit
 from quire.models.llama_variants import TWO_ROPES, LlamaVariant, completed, ropes_by_kind, variant_of
 from quire.models.model import DecoderModel, Layer
-from quire.weights.hyperparameters import (
-    MAX_LAYERS,
-    checkpoint_dtype,
-    first_token_id,
-    head_size,
-    positive,
-    token_ids,
-)
+from quire.weights.hyperparameters import generates, head_size, model_config, positive
 
 
 def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
     hf = completed(architecture, given)
     hidden_size = positive(hf, "hidden_size")
     num_heads = positive(hf, "num_attention_heads")
-    num_kv_heads = positive(hf, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads != 0:
-        raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     if _gate_name(hf) not in GATES:
         raise ModelError(
             f"hidden_act={_gate_name(hf)!r} is not known for {architecture}: only {', '.join(GATES)} are"
         )
     rotated = ropes_by_kind(architecture, hf)[0] if architecture in TWO_ROPES else hf
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+    config = model_config(
+        architecture,
+        hf,
+        num_kv_heads=positive(hf, "num_key_value_heads", num_heads),
         head_dim=head_size(hf, hidden_size, num_heads),
-        intermediate_size=positive(hf, "intermediate_size"),
         max_position=position_limit(rotated),  # an unknown rope type is refused before anything is loaded
-        dtype=checkpoint_dtype(hf),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        eos_token_ids=token_ids(hf, "eos_token_id"),
-        bos_token_id=first_token_id(hf, "bos_token_id"),
-        hf=hf,
+        **generates(hf),
     )
     return replace(config, windows=variant_of(config).windows)
 

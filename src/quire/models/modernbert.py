@@ -13,7 +13,7 @@ from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import rope_parameters
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
-from quire.weights.hyperparameters import MAX_LAYERS, checkpoint_dtype, head_size, number, positive
+from quire.weights.hyperparameters import model_config, number, positive
 from quire.weights.labels import read_labels
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -31,20 +31,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(
             f"classifier_pooling={hf['classifier_pooling']!r} is not known: only cls and mean are"
         )
-    hidden_size, num_heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size({}, hidden_size, num_heads),
-        intermediate_size=positive(hf, "intermediate_size"),
-        max_position=positive(hf, "max_position_embeddings"),
-        dtype=checkpoint_dtype(hf),
-        hf=dict(hf),
-    )
+    config = model_config(architecture, hf)
     for kind in set(_kinds(config)):
         rope_parameters(_rope(hf, kind))  # an unknown rope type is refused before anything is loaded
     return config

@@ -18,8 +18,8 @@ from quire.layers.parameters import Composite, Loader
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.weights.hyperparameters import (
     MAX_LAYERS,
-    checkpoint_dtype,
     first_token_id,
+    model_config,
     number,
     positive,
     token_ids,
@@ -49,23 +49,16 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     max_position = TIMES_TRAINED * positive(hf, "n_positions", TRAINED_POSITIONS, 2**20)
     start = first_token_id(hf, "decoder_start_token_id")
     padding = whole(hf, "pad_token_id", 0)
-    heads = positive(hf, "num_heads")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=positive(hf, "d_model"),
-        num_layers=positive(
-            hf, "num_decoder_layers", positive(hf, "num_layers", high=MAX_LAYERS), MAX_LAYERS
-        ),
-        num_heads=heads,
-        num_kv_heads=heads,
+    num_layers = positive(hf, "num_layers", high=MAX_LAYERS)
+    return model_config(
+        architecture,
+        hf,
+        {"hidden_size": "d_model", "num_heads": "num_heads", "intermediate_size": "d_ff"},
+        num_layers=positive(hf, "num_decoder_layers", num_layers, MAX_LAYERS),
         head_dim=positive(hf, "d_kv"),
-        intermediate_size=positive(hf, "d_ff"),
         max_position=max_position,
-        dtype=checkpoint_dtype(hf),
         tie_word_embeddings=_is_tied(hf),
         eos_token_ids=token_ids(hf, "eos_token_id"),
-        hf=dict(hf),
         encoder=EncoderInput((padding if start is None else start,), padding, max_position, max_position),
     )
 

@@ -4,11 +4,48 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_SIZE = 2**31 - 1  # sizes, positions and token ids are 32-bit numbers in every kernel
 MAX_LAYERS = 4096  # far more than any model has; each costs time before its weights are looked for
+# What most config.json files call the sizes of a ModelConfig.
+SIZES = {
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "intermediate_size",
+    "max_position": "max_position_embeddings",
+}
+
+
+def model_config(
+    architecture: str, hf: Mapping[str, Any], names: Mapping[str, str] = SIZES, **given: Any
+) -> ModelConfig:
+    """The ModelConfig of a config.json. `names`: of sizes that have other ones there; `given` fields are not read."""
+    fields: dict[str, Any] = {
+        field: positive(hf, name, high=MAX_LAYERS if field == "num_layers" else MAX_SIZE)
+        for field, name in (SIZES | names).items()
+        if field not in given
+    } | given
+    num_heads = fields["num_heads"]
+    num_kv_heads = fields.setdefault("num_kv_heads", num_heads)
+    if num_heads % num_kv_heads != 0:
+        raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
+    if "head_dim" not in fields:
+        fields["head_dim"] = head_size({}, fields["hidden_size"], num_heads)
+    return ModelConfig(architecture=architecture, dtype=checkpoint_dtype(hf), hf=dict(hf), **fields)
+
+
+def generates(hf: Mapping[str, Any], tied: bool = False) -> dict[str, Any]:
+    """The fields of a model that generates; `tied`: whether its output head is, where config.json does not say."""
+    return {
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", tied)),
+        "eos_token_ids": token_ids(hf, "eos_token_id"),
+        "bos_token_id": first_token_id(hf, "bos_token_id"),
+    }
 
 
 def positive(hf: Mapping[str, Any], name: str, default: int | None = None, high: int = MAX_SIZE) -> int:
