@@ -11,7 +11,7 @@ from quire.kernels.registry import load
 from quire.parallel.cut import cut_model
 from quire.quant.encoded import Columns
 from quire.quant.int8 import Int8Matrix
-from quire.weights.cut import cut_weight
+from quire.weights.source import cut_weight
 
 BUILTIN = ModelConfig("LlamaForCausalLM", 49152, 576, 30, 9, 3, 64, 1536, 2048)
 

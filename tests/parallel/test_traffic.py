@@ -9,8 +9,7 @@ from quire.models.loading import load
 from quire.models.registry import describe
 from quire.parallel.cut import cut_model
 from quire.parallel.group import FakeGroup
-from quire.weights.cut import CutSource
-from quire.weights.source import DummySource
+from quire.weights.source import CutSource, DummySource
 from tests.adapters.making import LLAMA_SHAPE
 from tests.models.paging import Pages
 

@@ -14,8 +14,7 @@ from quire.layers.factory import KNOWN, LayerFactory
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
-from quire.weights.hyperparameters import model_config, number, positive, whole
-from quire.weights.labels import read_labels
+from quire.weights.hyperparameters import model_config, number, positive, read_labels, whole
 
 
 @dataclass(frozen=True, slots=True)

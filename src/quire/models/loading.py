@@ -19,8 +19,7 @@ from quire.models.stage import Stage
 from quire.observe.logs import get_logger
 from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
-from quire.weights.cut import CutSource
-from quire.weights.source import Source
+from quire.weights.source import CutSource, Source
 
 logger = get_logger(__name__)
 

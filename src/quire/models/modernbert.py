@@ -13,8 +13,7 @@ from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import rope_parameters
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
-from quire.weights.hyperparameters import model_config, number, positive
-from quire.weights.labels import read_labels
+from quire.weights.hyperparameters import model_config, number, positive, read_labels
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _THETA = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}

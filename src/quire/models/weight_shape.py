@@ -23,7 +23,7 @@ from quire.quant.full import FullMatrix
 from quire.quant.int8 import Int8, Int8Matrix
 from quire.quant.llm_int8 import Int8OutlierMatrix, LlmInt8
 from quire.quant.schemes import FLOATS, MAIN, named
-from quire.weights.cut import cut_weight
+from quire.weights.source import cut_weight
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

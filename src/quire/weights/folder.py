@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, Weight
 from quire.weights.experts import num_pieces, split
-from quire.weights.quantized.open import QuantizedWeights
+from quire.weights.quantized import QuantizedWeights
 from quire.weights.quantized.reader import Header
 from quire.weights.text_files import damaged, read_json, read_text
 from quire.weights.tokenizer_files import folder_tokenizer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.weights.experts import GPT_OSS, MIXTRAL, OLMOE, gguf_mixture
 from quire.weights.gguf_file import GgufKeys, StringArray
-from quire.weights.labels import MAX_LABELS
+from quire.weights.hyperparameters import MAX_LABELS
 
 Config = dict[str, Any]
 

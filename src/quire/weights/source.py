@@ -1,19 +1,37 @@
 """Source: the interface to a model's weights, config and tokenizer, the same for every format.
 
-DummySource has a model's shape without its weights, for `--load-format dummy`.
+`open_source` finds the Source of a model's name or path. DummySource has a model's shape without its weights, for
+`--load-format dummy`; CutSource has a model's tensors as one rank needs them, cut by their names before any loader sees
+them.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.quant.encoded import Encoded, Weight
+import torch
+
+from quire.core.errors import WeightsError
+from quire.parallel.cut import Cut, TensorCut
+from quire.quant.encoded import Columns, Encoded, Weight, join
 from quire.weights.architectures import SHAPES
-from quire.weights.folder import read_config, read_tokenizer_config
+from quire.weights.builtin import (
+    BUILTIN,
+    BUILTIN_ENCODER_NAME,
+    BUILTIN_NAME,
+    builtin_encoder_folder,
+    builtin_path,
+    is_builtin_encoder,
+)
+from quire.weights.folder import FolderSource, read_config, read_tokenizer_config
+from quire.weights.gguf import GgufSource
+from quire.weights.hub import gguf_file, hub_name, snapshot_folder
 from quire.weights.text_files import read_json
 from quire.weights.tokenizer_files import folder_tokenizer
+from quire.weights.wheel import Progress
 
 
 class Source(Protocol):
@@ -77,3 +95,112 @@ class DummySource:
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)
+
+
+class CutSource:
+    """A Source like the one it cuts. Converted weights of each part are kept apart."""
+
+    def __init__(
+        self, source: Source, cut: Cut, stage: str = "", holds: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """`stage` of a pipeline: it has the tensors that it `holds`."""
+        self._source = source
+        self._cut = cut
+        self._holds = holds
+        self.name = source.name
+        self.config: Mapping[str, Any] = source.config
+        self.generation_config: Mapping[str, Any] = source.generation_config
+        self.fingerprint = f"{source.fingerprint} rank {cut.rank} of {cut.size}{stage}"
+        self.num_tensors = source.num_tensors
+        self.num_bytes = source.num_bytes // cut.size
+        self.min_bits = source.min_bits
+        self.random = source.random
+        self.encodings: Mapping[str, Encoded] = source.encodings
+
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
+        for name, weight in self._source.tensors():
+            if self._holds(name):
+                yield name, self.part(name, weight)
+
+    def part(self, name: str, weight: Weight) -> Weight:
+        """What this rank keeps of a whole tensor."""
+        return cut_weight(self._cut, name, weight)
+
+    def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor that a part of `shape` is cut from."""
+        cut: TensorCut | None = self._cut.tensor(name)
+        if cut is None:
+            return shape
+        return tuple(cut.size if i == cut.dimension else size for i, size in enumerate(shape))
+
+    def tokenizer_json(self) -> str | None:
+        return self._source.tokenizer_json()
+
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return self._source.tokenizer_config()
+
+
+def cut_weight(part: Cut, name: str, weight: Weight) -> Weight:
+    """What a rank keeps of a whole tensor; one of an unexpected shape is left for its loader to refuse."""
+    cut = part.tensor(name)
+    if cut is None or weight.shape[cut.dimension] != cut.size or isinstance(weight, Columns):
+        return weight
+    if cut.dimension == 1:
+        return Columns(weight, *cut.spans[0])
+    if isinstance(weight, Encoded):
+        return join([weight.rows(first, last) for first, last in cut.spans])
+    pieces = [weight[first:last] for first, last in cut.spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def open_source(
+    model: str | os.PathLike[str] | None,
+    *,
+    revision: str | None = None,
+    load_format: str = "auto",
+    progress: Progress | None = None,
+) -> Source:
+    """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
+    looked for in this order; a hub id may have `hf.co/` in front and `:QUANT` behind (see hub.py).
+    With `dummy` the name of a published architecture will do as well (see architectures.py).
+
+    Reads no weights, but checks that files are present and complete: WeightsError or ModelError in one line if not.
+    `progress` reports the download of the built-in models; the hub's library draws its own bars.
+    """
+    if model is None:
+        _refuse_dummy(load_format, "the built-in model")
+        return GgufSource(builtin_path(progress), name=BUILTIN_NAME, fingerprint=BUILTIN.sha256)
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _folder(path, load_format)
+    if load_format == "dummy" and text in SHAPES:
+        return DummySource(path)
+    if path.suffix.lower() == ".gguf" or path.is_file():
+        _refuse_dummy(load_format, text)
+        return GgufSource(path)
+    name = hub_name(text)
+    if _looks_like_path(name.repo):
+        raise WeightsError(f"{text}: no such folder or file: check the path")
+    if is_builtin_encoder(text, revision):
+        return _folder(builtin_encoder_folder(progress), load_format, BUILTIN_ENCODER_NAME)
+    if name.quant is not None:
+        _refuse_dummy(load_format, text)
+        return GgufSource(gguf_file(name, revision=revision), name=str(name))
+    snapshot = snapshot_folder(name.repo, revision=revision, with_weights=load_format != "dummy")
+    return _folder(snapshot, load_format, name.repo)
+
+
+def _folder(path: Path, load_format: str, name: str | None = None) -> Source:
+    return DummySource(path, name=name) if load_format == "dummy" else FolderSource(path, name=name)
+
+
+def _refuse_dummy(load_format: str, what: str) -> None:
+    if load_format == "dummy":
+        raise WeightsError(
+            f"load_format='dummy' needs a folder with config.json, and {what} is none: give a folder"
+        )
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or "\\" in text or text.endswith("/") or text.count("/") > 1

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from quire.adapters.packing import ALIGNMENT, BlockShape
+from quire.adapters.packing import ALIGNMENT, BlockShape, Shards
 from quire.adapters.peft import PackedAdapter, Reader
-from quire.adapters.shards import Shards
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core import laboratory
