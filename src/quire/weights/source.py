@@ -64,6 +64,31 @@ class Source(Protocol):
         ...
 
 
+# Checkpoints of the bare model lack the outer module's name, and some add one more.
+_PREFIXES = (
+    *(
+        "model.decoder.",
+        "model.",
+        "decoder.",
+        "transformer.",
+        "gpt_neox.",
+        "bert.",
+        "roberta.",
+        "distilbert.",
+        "",
+    ),
+    *("model.language_model.", "language_model.model.", "language_model."),  # beside an encoder of images
+)
+
+
+def spellings(name: str) -> Iterator[str]:
+    """A tensor's or module's name as it is, then with each of the known outer prefixes in place of its own."""
+    yield name
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            yield from (other + name[len(prefix) :] for other in _PREFIXES)
+
+
 class DummySource:
     """A folder that needs only config.json, or a published architecture.
 
