@@ -93,7 +93,6 @@ def _variant(config: ModelConfig) -> LlamaVariant:
     return LlamaVariant(
         qkv_bias=bias or (architecture == QWEN2 and bool(hf.get("qkv_bias", True))),
         output_bias=bias,
-        mlp_bias=False,
         head_norm=architecture == QWEN3,
         windows=_windows(config),
         ropes=(hf,) * config.num_layers,
