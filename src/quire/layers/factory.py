@@ -41,9 +41,8 @@ class RankPart:
 
     cut: Cut
     group: Group  # that computes each layer
-    stages: Group = field(
-        default_factory=Group
-    )  # that pass hidden states on; the first embeds and has the output head
+    # Those that pass hidden states on; the first embeds and has the output head.
+    stages: Group = field(default_factory=Group)
     layers: tuple[int, int] | None = None  # of this stage; None: all
     everyone: Group = field(default_factory=Group)  # all ranks of all stages
 
@@ -56,12 +55,9 @@ class RankPart:
             group.close()
 
     def __str__(self) -> str:
-        stage = (
-            ""
-            if self.layers is None
-            else f"; stage 0 of {self.stages.size} has layers 0 to {self.layers[1] - 1}"
-        )
-        return f"{self.cut}{stage}"
+        if self.layers is None:
+            return str(self.cut)
+        return f"{self.cut}; stage 0 of {self.stages.size} has layers 0 to {self.layers[1] - 1}"
 
     def joined(self, what: str) -> JoinedRanks | None:
         """None: a rank has all of it."""

@@ -89,9 +89,8 @@ class ShardedLoraGroup(LoraGroup):
 
     ranks: Group = field(default_factory=Group)
     tag: str = ""  # what the bytes are counted as
-    joins: bool = (
-        False  # x is some of the columns: partial results of A are summed; otherwise they are gathered
-    )
+    # x is some of the columns: partial results of A are summed; otherwise they are gathered.
+    joins: bool = False
 
     @property
     def takes_whole_rows(self) -> bool:

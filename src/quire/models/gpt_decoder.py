@@ -39,9 +39,8 @@ class GptConfig:
     embedding_norm: bool = False
     parallel: bool = False  # attention and feed-forward take the same hidden states
     shared_norm: bool = False  # and the same norm of them
-    grouped: bool = (
-        False  # the fused projection has the queries of a KV head, its key, its value, then the next
-    )
+    # The fused projection has the queries of a KV head, its key, its value, then the next.
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,11 +210,9 @@ class Llama(LayerStack):
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         logits = self.head(hidden, lora)
-        if self._logits_cap:
-            logits = (
-                logits.div_(self._logits_cap).tanh_() * self._logits_cap
-            )  # tanh's result is kept for gradients
-        return logits
+        if not self._logits_cap:
+            return logits
+        return logits.div_(self._logits_cap).tanh_() * self._logits_cap  # tanh's result is kept for gradients
 
     def loaders(self) -> dict[str, Loader]:
         loaders = {"model.norm.weight": self.norm.loader()}

@@ -80,9 +80,8 @@ class ModernBertLayer(Composite):
         eps = number(hf, "norm_eps", 1e-5)
         attention_bias, mlp_bias = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
         self._norm_bias = bool(hf.get("norm_bias", False))
-        self.attention_norm = (
-            factory.layer_norm(hidden, eps) if index > 0 else None
-        )  # the embeddings are normalised
+        # the embeddings are normalised already
+        self.attention_norm = factory.layer_norm(hidden, eps) if index > 0 else None
         self.qkv = factory.linear(3 * hidden, hidden, attention_bias)
         self.attention = factory.full_attention(config.num_heads, config.head_dim, reach, cos_sin)
         self.output = factory.linear(hidden, hidden, attention_bias)

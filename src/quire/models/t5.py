@@ -27,9 +27,8 @@ from quire.weights.hyperparameters import (
 )
 
 TRAINED_POSITIONS = 512  # where config.json has no n_positions
-TIMES_TRAINED = (
-    4  # distances have no end: a prompt and its answer may be this many times longer than in training
-)
+# Distances have no end: a prompt and its answer may be this many times longer than in training.
+TIMES_TRAINED = 4
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:

@@ -1,5 +1,5 @@
-"""Reads values of config.json, a classifier's classes among them. A value that is missing or makes no sense is refused by
-its name, before it is used."""
+"""Reads values of config.json, a classifier's classes among them. A value that is missing or makes no sense is refused
+by its name, before it is used."""
 
 import math
 from collections.abc import Mapping
