@@ -166,19 +166,8 @@ class LayerFactory:
 
         Rows are multiplied by `scale` when read: a tied head has the table as it is.
         """
-        compact = self.number_format.compact_tables
-        return TokenEmbedding(
-            self.kernel("embedding"),
-            num_rows,
-            width,
-            self.dtype,
-            self.device,
-            compact,
-            first_row,
-            self.number_format.table,
-            self.number_format.table_scheme,
-            scale,
-        )
+        kernel = self.kernel("embedding")
+        return TokenEmbedding(kernel, num_rows, width, self.number_format, self.device, first_row, scale)
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
         """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""

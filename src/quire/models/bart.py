@@ -100,10 +100,8 @@ class BartLayer(Composite):
     def _projections(
         self, prefix: str, fused: Linear, names: tuple[str, ...], output: Linear
     ) -> dict[str, Loader]:
-        loaders = output.loaders(f"{prefix}out_proj")
-        for position, name in enumerate(names):
-            loaders |= fused.loaders(f"{prefix}{name}_proj", position * self._hidden, self._hidden)
-        return loaders
+        parts = {f"{prefix}{name}_proj": self._hidden for name in names}
+        return output.loaders(f"{prefix}out_proj") | fused.part_loaders(parts)
 
 
 class BartEncoderLayer(BartLayer):

@@ -156,10 +156,8 @@ class BertLayer(Composite):
         return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
 
     def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
-        loaders: dict[str, Loader] = {}
         hidden = len(self.attention_norm.state()["weight"])
-        for position, part in enumerate(("query", "key", "value")):
-            loaders |= self.qkv.loaders(prefix + names[part], position * hidden, hidden)
+        loaders = self.qkv.part_loaders({prefix + names[part]: hidden for part in ("query", "key", "value")})
         for part, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
             loaders |= linear.loaders(prefix + names[part])
         loaders |= self.attention_norm.loaders(prefix + names["attention_norm"])

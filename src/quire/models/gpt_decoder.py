@@ -11,7 +11,6 @@ from quire.core.config import ModelConfig
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
 from quire.layers.parameters import Composite, LayerStack, Loader
@@ -222,13 +221,11 @@ class GptDecoder(LayerStack):
         if block.mlp_norm is not None:
             loaders |= block.mlp_norm.loaders(f"{prefix}{names.mlp_norm}")
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        rows = ((0, query), (query, key), (query + key, key)) if len(names.qkv) == 3 else ((0, None),)
-        parts: list[tuple[str, Linear, int, int | None]] = [
-            *((name, block.qkv, *span) for name, span in zip(names.qkv, rows, strict=True)),
-            (names.output, block.output, 0, None),
-            (names.up, block.up, 0, None),
-            (names.down, block.down, 0, None),
-        ]
-        for name, linear, first_row, num_rows in parts:
-            loaders |= linear.loaders(f"{prefix}{name}", first_row, num_rows, names.transposed)
+        qkv = [f"{prefix}{name}" for name in names.qkv]
+        if len(qkv) == 3:
+            loaders |= block.qkv.part_loaders(dict(zip(qkv, (query, key, key), strict=True)))
+        else:
+            loaders |= block.qkv.loaders(qkv[0], transposed=names.transposed)
+        for name, linear in ((names.output, block.output), (names.up, block.up), (names.down, block.down)):
+            loaders |= linear.loaders(f"{prefix}{name}", transposed=names.transposed)
         return loaders

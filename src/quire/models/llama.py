@@ -116,25 +116,17 @@ class LlamaLayer(Composite):
             norms[f"{prefix}post_attention_layernorm"] = self.output_norm
             norms[f"{prefix}post_feedforward_layernorm"] = self.down_norm
         loaders = {f"{name}.weight": norm.loader() for name, norm in norms.items() if norm is not None}
-        apart = (
-            (f"{attention}q_proj", self.qkv, 0, query),
-            (f"{attention}k_proj", self.qkv, query, key),
-            (f"{attention}v_proj", self.qkv, query + key, key),
-        )
-        together = ((f"{attention}qkv_proj", self.qkv, 0, None),)
-        for name, linear, first_row, num_rows in together if self._fused else apart:
-            loaders |= linear.loaders(name, first_row, num_rows)
+        rows = {f"{attention}q_proj": query, f"{attention}k_proj": key, f"{attention}v_proj": key}
+        loaders |= self.qkv.loaders(f"{attention}qkv_proj") if self._fused else self.qkv.part_loaders(rows)
         loaders |= self.output.loaders(f"{attention}o_proj")
         return loaders | self._feed_forward_loaders(prefix)
 
     def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
         mlp, inner = f"{prefix}mlp.", self._inner
-        if self._fused:
-            gate_up = self.gate_up.loaders(f"{mlp}gate_up_proj")
-        else:
-            gate_up = self.gate_up.loaders(f"{mlp}gate_proj", 0, inner)
-            gate_up |= self.gate_up.loaders(f"{mlp}up_proj", inner, inner)
-        return gate_up | self.down.loaders(f"{mlp}down_proj")
+        rows = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
+        gate_up = self.gate_up
+        loaders = gate_up.loaders(f"{mlp}gate_up_proj") if self._fused else gate_up.part_loaders(rows)
+        return loaders | self.down.loaders(f"{mlp}down_proj")
 
 
 def _norm(factory: LayerFactory, config: ModelConfig, variant: LlamaVariant, scale: float = 1.0) -> RMSNorm:

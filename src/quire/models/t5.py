@@ -138,13 +138,12 @@ class T5Layer(Composite):
             f"{prefix}layer.0.layer_norm.weight": self.attention_norm.loader(),
             f"{mlp}layer_norm.weight": self.mlp_norm.loader(),
         }
-        for position, name in enumerate("qkv"):
-            first_row = position * self._width
-            loaders |= self.qkv.loaders(f"{prefix}layer.0.SelfAttention.{name}", first_row, self._width)
+        rows = {f"{prefix}layer.0.SelfAttention.{name}": self._width for name in "qkv"}
+        loaders |= self.qkv.part_loaders(rows)
         loaders |= self.output.loaders(f"{prefix}layer.0.SelfAttention.o")
         if self.gate_up is not None:
-            loaders |= self.gate_up.loaders(f"{mlp}DenseReluDense.wi_0", 0, self._inner)
-            loaders |= self.gate_up.loaders(f"{mlp}DenseReluDense.wi_1", self._inner, self._inner)
+            rows = {f"{mlp}DenseReluDense.{name}": self._inner for name in ("wi_0", "wi_1")}
+            loaders |= self.gate_up.part_loaders(rows)
         if self.up is not None:
             loaders |= self.up.loaders(f"{mlp}DenseReluDense.wi")
         return loaders | self.down.loaders(f"{mlp}DenseReluDense.wo")
@@ -180,8 +179,7 @@ class T5DecoderLayer(T5Layer):
         loaders = super().loaders(prefix)
         loaders[f"{prefix}layer.1.layer_norm.weight"] = self.cross_norm.loader()
         loaders |= self.cross_query.loaders(f"{name}q")
-        loaders |= self.cross_kv.loaders(f"{name}k", 0, self._width)
-        loaders |= self.cross_kv.loaders(f"{name}v", self._width, self._width)
+        loaders |= self.cross_kv.part_loaders({f"{name}k": self._width, f"{name}v": self._width})
         return loaders | self.cross_output.loaders(f"{name}o")
 
 
