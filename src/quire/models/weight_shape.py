@@ -285,18 +285,13 @@ class _Sized(NumberFormat):
 
 
 class _SizedInt8(Int8Matrix):
-    """As Int8Matrix keeps it; the kernel itself says how much packing pads."""
+    """As Int8Matrix keeps it."""
 
     def load_rows(self, first_row: int, rows: Tensor, first: int = 0, last: int | None = None) -> None:
         pass
 
     def state(self) -> dict[str, Tensor]:
-        with META:
-            return {
-                "packed": self._kernel.empty_packed(self.num_rows, self.num_columns),
-                "scales": torch.empty(self.num_rows, dtype=torch.float32),
-                "sums": torch.empty(self.num_rows, dtype=torch.int32),
-            }
+        return self.sized_state()
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         pass
