@@ -11,6 +11,7 @@ from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
+from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
@@ -138,10 +139,13 @@ def _first_position(architecture: str, hf: Mapping[str, Any]) -> int:
 class BertLayer(Composite):
     """qkv → attention → output, up → activation → down, a norm after each sum."""
 
-    def __init__(self, config: ModelConfig, activation: str, eps: float, factory: LayerFactory) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(
+        self, factory: LayerFactory, hidden: int, inner: int, attention: Any, activation: str, eps: float
+    ) -> None:
+        """`attention` is between qkv and its output projection."""
+        self._hidden = hidden
         self.qkv = factory.linear(3 * hidden, hidden, bias=True)
-        self.attention = factory.full_attention(config.num_heads, config.head_dim)
+        self.attention = attention
         self.output = factory.linear(hidden, hidden, bias=True)
         self.attention_norm = factory.layer_norm(hidden, eps)
         self.up = factory.linear(inner, hidden, bias=True)
@@ -151,13 +155,15 @@ class BertLayer(Composite):
 
     def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
-        attended = self.attention(self.qkv(hidden), batch)
-        hidden = self.attention_norm(self.output(attended, residual=hidden))
-        return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
+        attended = self.attention(self.qkv(hidden, lora=batch.lora), batch)
+        return self._feed_forward(self.attention_norm(self.output(attended, hidden, batch.lora)), batch.lora)
+
+    def _feed_forward(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self.mlp_norm(self.down(self.activation(self.up(hidden, lora=lora)), hidden, lora))
 
     def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
-        hidden = len(self.attention_norm.state()["weight"])
-        loaders = self.qkv.part_loaders({prefix + names[part]: hidden for part in ("query", "key", "value")})
+        qkv = {prefix + names[part]: self._hidden for part in ("query", "key", "value")}
+        loaders = self.qkv.part_loaders(qkv)
         for part, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
             loaders |= linear.loaders(prefix + names[part])
         loaders |= self.attention_norm.loaders(prefix + names["attention_norm"])
@@ -180,8 +186,10 @@ class Bert(LayerStack):
         num_types = positive(hf, "type_vocab_size", 2)
         self.types = factory.embedding(num_types, hidden) if self._variant.token_types else None
         self.norm = factory.layer_norm(hidden, eps)
+        attention = factory.full_attention(config.num_heads, config.head_dim)
         self.blocks: list[BertLayer] = [
-            BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)
+            BertLayer(factory, hidden, config.intermediate_size, attention, activation, eps)
+            for _ in range(config.num_layers)
         ]
         self._num_types = num_types
         self.head: ClassificationHead | MaskHead | None = None
