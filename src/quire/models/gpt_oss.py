@@ -177,10 +177,8 @@ class GptOss(Llama):
     def recordable(self) -> bool:
         return False  # torch clamps what experts compute, which a tape cannot record
 
-    def _layer(
-        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
-    ) -> LlamaLayer:
-        return GptOssLayer(self.config, variant, factory, index, cos_sin)
+    def _kind(self, index: int) -> type[LlamaLayer]:
+        return GptOssLayer
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -167,17 +167,16 @@ class Llama(LayerStack):
             config.vocab_size, config.hidden_size, scale=variant.embedding_scale / variant.residual_scale
         )
         self.blocks: list[LlamaLayer] = [
-            self._layer(variant, factory, i, table) for i, table in enumerate(tables)
+            self._kind(i)(config, variant, factory, i, table) for i, table in enumerate(tables)
         ]
         self.stack: list[Layer] = [*self.blocks]
         self.norm = _norm(factory, config, variant, variant.logits_scale)
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
 
-    def _layer(
-        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
-    ) -> LlamaLayer:
-        return LlamaLayer(self.config, variant, factory, index, cos_sin)
+    def _kind(self, index: int) -> type[LlamaLayer]:
+        """The class of a layer."""
+        return LlamaLayer
 
     @property
     def recordable(self) -> bool:

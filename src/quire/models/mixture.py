@@ -174,10 +174,7 @@ class Mixture(Llama):
         clips = self.config.hf.get("clip_qkv") is not None  # by torch, which a tape cannot record
         return super().recordable and not clips and all(mixture.recordable for mixture in mixtures)
 
-    def _layer(
-        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
-    ) -> LlamaLayer:
-        kind = LlamaLayer
-        if index in self._sparse:
-            kind = OlmoeLayer if self.config.architecture == OLMOE else MixtureLayer
-        return kind(self.config, variant, factory, index, cos_sin)
+    def _kind(self, index: int) -> type[LlamaLayer]:
+        if index not in self._sparse:
+            return LlamaLayer
+        return OlmoeLayer if self.config.architecture == OLMOE else MixtureLayer
