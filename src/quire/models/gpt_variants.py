@@ -51,9 +51,15 @@ _SPELLINGS = {
 
 def _megatron(outer: str, attention: str, **other: str) -> Names:
     """As BLOOM and Falcon name modules; NeoX has other names outside the layers."""
-    names = {"tokens": f"{outer}word_embeddings", "norm": f"{outer}ln_f", "layer": f"{outer}h.", **other}
-    qkv, output = f"{attention}.query_key_value", f"{attention}.dense"
-    return Names(qkv=(qkv,), output=output, up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", **names)
+    names: dict[str, Any] = {
+        "tokens": f"{outer}word_embeddings",
+        "norm": f"{outer}ln_f",
+        "layer": f"{outer}h.",
+        "qkv": (f"{attention}.query_key_value",),
+        "output": f"{attention}.dense",
+        **other,
+    }
+    return Names(**names, up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
 
 
 _NAMES = {

@@ -53,8 +53,10 @@ def _llama(keys: GgufKeys, basic: Config) -> Config:
     if keys.get("expert_count"):
         mixture = gguf_mixture(keys, MIXTRAL, True)
         return {"model_type": "mixtral", **mixture, "sliding_window": window or None}
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    return _biased(keys, basic) | (mistral if window else {})
+    config = _biased(keys, basic)
+    if window:
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return config
 
 
 def _qwen2(keys: GgufKeys, basic: Config) -> Config:

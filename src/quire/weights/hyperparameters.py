@@ -28,7 +28,7 @@ def model_config(
     """The ModelConfig of a config.json. `names`: of sizes that have other ones there; `given` fields are not read."""
     fields: dict[str, Any] = {
         field: positive(hf, name, high=MAX_LAYERS if field == "num_layers" else MAX_SIZE)
-        for field, name in (SIZES | names).items()
+        for field, name in {**SIZES, **names}.items()
         if field not in given
     } | given
     num_heads = fields["num_heads"]
