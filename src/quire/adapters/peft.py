@@ -232,10 +232,11 @@ class Reader:
                 f"adapter {name!r} has no pair of matrices A and B for {module}: save it again"
             )
         rank = a.shape[0]
-        if (a.shape[1], b.shape[0], b.shape[1]) != (site.num_in, site.num_out, rank):
+        if (a.shape[1], b.shape[0], b.shape[1]) != (site.num_inputs, site.num_outputs, rank):
             raise AdapterError(
                 f"adapter {name!r}: at {module} A is {list(a.shape)} and B {list(b.shape)} where this model needs "
-                f"[r, {site.num_in}] and [{site.num_out}, r]: it was made for another ({settings.base or 'unnamed'})"
+                f"[r, {site.num_inputs}] and [{site.num_outputs}, r]: it was made for another "
+                f"({settings.base or 'unnamed'})"
             )
         if rank != settings.rank_of(module):
             raise AdapterError(

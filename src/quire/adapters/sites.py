@@ -11,8 +11,8 @@ class Site:
     """One matrix of the model as an adapter sees it."""
 
     name: str  # the module's, such as "model.layers.0.self_attn.q_proj"
-    num_in: int  # the vocabulary, for an embedding
-    num_out: int
+    num_inputs: int  # of an embedding: its ids
+    num_outputs: int
     is_embedding: bool = False
 
     @property

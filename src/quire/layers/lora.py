@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.adapters.sites import Site
 from quire.kernels.lora import reference
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
 from quire.parallel.cut import Cut, TensorCut, divided
@@ -39,15 +40,11 @@ class LoraBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraSite:
-    """One matrix that adapters can add to."""
+class LoraSite(Site):
+    """A site in a built model."""
 
-    name: str  # of its module, as in the checkpoint: "model.layers.0.self_attn.q_proj"
-    index: int  # its column in the tables
-    kind: int  # equal for layers that differ only in their number, and for parts of one fused layer
-    num_inputs: int  # of an embedding: its ids
-    num_outputs: int
-    is_embedding: bool
+    index: int = 0  # its column in the tables
+    kind: int = 0  # equal for layers that differ only in their number, and for parts of one fused layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +214,7 @@ def install_sites(
         else:
             layer.take_lora(LoraGroup(kernel, 2 * len(sites), bounds, kind))
         sites += [
-            LoraSite(name, len(sites) + i, kind, part.num_inputs, width, part.is_embedding)
+            LoraSite(name, part.num_inputs, width, part.is_embedding, len(sites) + i, kind)
             for i, ((name, part), width) in enumerate(zip(parts, widths, strict=True))
         ]
     return tuple(sites)
