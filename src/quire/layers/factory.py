@@ -41,7 +41,7 @@ class RankPart:
 
     cut: Cut
     group: Group  # that computes each layer
-    # Those that pass hidden states on; the first embeds and has the output head.
+    # Ranks that pass hidden states on; the first embeds and has the output head.
     stages: Group = field(default_factory=Group)
     layers: tuple[int, int] | None = None  # of this stage; None: all
     everyone: Group = field(default_factory=Group)  # all ranks of all stages

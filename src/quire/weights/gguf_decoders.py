@@ -303,7 +303,7 @@ OTHERS: dict[str, Callable[[GgufKeys], Config]] = {
     "modern-bert": _encoder,
     "t5": _t5,
 }
-MIXTURES = ("gpt-oss", "llama", "olmoe", "qwen2moe", "qwen3moe")  # those that may have experts
+MIXTURES = ("gpt-oss", "llama", "olmoe", "qwen2moe", "qwen3moe")  # may have experts
 ROTATED_WHOLE = (*MIXTURES, "qwen2", "qwen3")  # whose heads are never rotated in part
 
 LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
