@@ -102,7 +102,7 @@ def test_bytes_keep_every_rank_to_a_part_of_its_largest_number(rank):
         torch.tensor(packed.scales)[None],
     )
     for i, site in enumerate(SITES):
-        a, b = matrices(tables, 0, i, site.num_in, site.num_out)
+        a, b = matrices(tables, 0, i, site.num_inputs, site.num_outputs)
         exact_a = tensors[f"base_model.model.{site.name}.lora_A.weight"]
         exact_b = tensors[f"base_model.model.{site.name}.lora_B.weight"].t()
         for j in range(rank):

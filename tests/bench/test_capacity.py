@@ -7,7 +7,7 @@ from quire.bench.capacity import Device, device_of, find_gpu, floor_of, plan_cap
 from quire.core.config import EngineConfig
 from quire.engine.build import build
 from quire.runner import sizing
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 from tests.cli.conftest import write_model
 
 HERE = Device("here", False, None, 10e9, 0.0, "test")

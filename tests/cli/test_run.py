@@ -18,7 +18,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.weights.builtin import BUILTIN
 from quire.weights.hub import HubName, hub_name, tagged_files
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import Matcher
 from quire.grammar.vocabulary import Vocabulary
 from quire.text.load import load_tokenizer
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 
 LETTERS = Vocabulary(
     tokens=[

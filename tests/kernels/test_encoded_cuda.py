@@ -7,8 +7,7 @@ from torch import Tensor
 
 from quire.kernels.encoded_linear import cuda, formats
 from quire.quant.encoded import Encoded
-from quire.quant.packed import Packed, pack
-from quire.quant.schemes import named
+from quire.quant.schemes import Packed, named, pack
 
 SCHEMES = (
     "int4-g128", "int4-g64", "int4-g32", "int4-g128z", "int4-g32z", "nf4-b64", "nf4-b64n", "fp4-b64n", "fp4bnb-b64",

@@ -9,8 +9,7 @@ from torch import Tensor
 from quire.kernels import choose, native
 from quire.kernels.native import Tape
 from quire.quant.encoded import Encoded
-from quire.quant.packed import pack
-from quire.quant.schemes import named
+from quire.quant.schemes import named, pack
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 

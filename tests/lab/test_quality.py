@@ -13,7 +13,7 @@ from quire.quant.encoded import Encoded
 from quire.quant.schemes import named
 from quire.weights.builtin import BUILTIN_ENCODER
 from quire.weights.folder import FolderSource
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 from quire_lab.experiments.precision_claims import BATCH, divergence, encoder_weights, order_check, same_bits
 from quire_lab.measure.formats import (
     FORMATS,

@@ -17,7 +17,7 @@ from quire.server.tools import MAX_BYTES, MAX_TOOLS, tool_plan
 from quire.text.answer import AnswerSequence
 from quire.text.reader import AnswerFormats, AnswerParsers, choose_formats
 from quire.text.template import ChatTemplate
-from quire.text.tools.formats import described, tool_parser
+from quire.text.tool_formats import described, tool_parser
 from tests.server.scripted import ScriptedEngine, posted, scripted_app, update
 
 HI = [{"role": "user", "content": "Hi"}]

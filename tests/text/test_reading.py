@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning, merged
 from quire.text.reader import AnswerReader, RepeatFilter
 from quire.text.reasoning import guessed_reasoning, reasoning_parser
-from quire.text.tools.formats import guessed_tool_parser, tool_parser
-from quire.text.tools.parser import JsonArrayParser, NamedParser
+from quire.text.tool_formats import guessed_tool_parser, tool_parser
+from quire.text.tool_parser import JsonArrayParser, NamedParser
 
 FOLDER = Path(__file__).parent / "transcripts"
 TOOLS = ("get_weather", "search", "now", "write_file", "plan", "say", "f")

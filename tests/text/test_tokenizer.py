@@ -10,7 +10,7 @@ from quire.core.errors import ContextExceeded, InvalidRequest, ModelError
 from quire.text.load import load_tokenizer
 from quire.text.prompts import prepare
 from quire.text.tokenizer import Tokenizer
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

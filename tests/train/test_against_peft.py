@@ -13,7 +13,7 @@ from quire.train.lora import LoraParameters
 from quire.train.model import IGNORED, Example, TrainedModel
 from quire.train.optimizer import AdamW
 from quire.train.settings import ALL
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 from tests.models.checkpoints import VARIANTS, save
 
 peft = pytest.importorskip("peft", reason="PEFT is what gradients are compared with")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ModelError
-from quire.weights.labels import MAX_LABELS, read_labels, score_activation
+from quire.weights.hyperparameters import MAX_LABELS, read_labels, score_activation
 
 
 def test_names_come_in_the_order_of_their_numbers() -> None:

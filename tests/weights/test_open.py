@@ -8,8 +8,7 @@ import pytest
 from quire.core.errors import WeightsError
 from quire.weights.folder import FolderSource
 from quire.weights.gguf import GgufSource
-from quire.weights.open import open_source
-from quire.weights.source import DummySource
+from quire.weights.source import DummySource, open_source
 from tests.weights.conftest import TENSORS
 from tests.weights.gguf_writing import bare_llama
 

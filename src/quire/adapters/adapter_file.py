@@ -75,7 +75,7 @@ def read_file(name: str, path: Path, keep: bool = False) -> AdapterFile:
             f"adapter {name!r}: there is no {path.name} in {path.parent}: save it with safe_serialization=True"
         )
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             size = status.st_size
             start = file.read(8)
@@ -84,7 +84,8 @@ def read_file(name: str, path: Path, keep: bool = False) -> AdapterFile:
                 raise _unreadable(name, path, "no safetensors file, or cut short")
             header = file.read(length)
             data = _memory.take(size - 8 - length, keep)
-            _fill(file, data)
+            if file.readinto(data.numpy()) < len(data):  # type: ignore[arg-type]  # an array is a buffer
+                raise EOFError("it became shorter while it was read")
     except (OSError, EOFError) as error:
         raise _unreadable(name, path, error) from error
     return AdapterFile(path, header, data, _identity(status))
@@ -135,15 +136,6 @@ def _entry(entry: Mapping[str, Any]) -> TensorEntry:
     if offset < 0 or any(size < 0 for size in shape):
         raise ValueError(entry)
     return TensorEntry(_DTYPES[entry["dtype"]], shape, offset)
-
-
-def _fill(file: Any, data: Tensor) -> None:
-    view, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]  # an array is a buffer
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise EOFError("it became shorter while it was read")
-        done += count
 
 
 def _unreadable(name: str, path: Path, reason: object) -> AdapterError:

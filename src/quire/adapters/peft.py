@@ -4,20 +4,20 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.adapters.adapter_file import TensorEntry, find_tensors, gather, read_file, tensors_of
-from quire.adapters.packing import BlockShape, Matrices, Tiles, find_places, plan_tiles
+from quire.adapters.packing import BlockShape, Matrices, Shards, Tiles, find_places, plan_tiles
 from quire.adapters.settings import LoraSettings, check_rank, read_settings
-from quire.adapters.shards import Shards
 from quire.adapters.sites import Sites
 from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import AdapterError
@@ -25,6 +25,7 @@ from quire.kernels import choose, huge_pages
 from quire.kernels.lora.records import Places
 from quire.kernels.lora_pack.pieces import AdapterPiece, cut, first_wrong
 from quire.observe.logs import get_logger
+from quire.parallel.wire import Blob
 
 WEIGHTS = "adapter_model.safetensors"
 MAX_LAYOUTS = 64  # layouts of adapter files kept, so that their headers are parsed once
@@ -231,10 +232,11 @@ class Reader:
                 f"adapter {name!r} has no pair of matrices A and B for {module}: save it again"
             )
         rank = a.shape[0]
-        if (a.shape[1], b.shape[0], b.shape[1]) != (site.num_in, site.num_out, rank):
+        if (a.shape[1], b.shape[0], b.shape[1]) != (site.num_inputs, site.num_outputs, rank):
             raise AdapterError(
                 f"adapter {name!r}: at {module} A is {list(a.shape)} and B {list(b.shape)} where this model needs "
-                f"[r, {site.num_in}] and [{site.num_out}, r]: it was made for another ({settings.base or 'unnamed'})"
+                f"[r, {site.num_inputs}] and [{site.num_outputs}, r]: it was made for another "
+                f"({settings.base or 'unnamed'})"
             )
         if rank != settings.rank_of(module):
             raise AdapterError(
@@ -281,3 +283,31 @@ def parse_config(name: str, folder: Path, text: str) -> Mapping[str, Any]:
 def _plain_name(base: str) -> str:
     """The model's own name in a hub id, a folder or a file name."""
     return base.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
+
+
+# ---------------------------------------------------------------------- to another process
+
+
+def describe_packed(packed: PackedAdapter) -> Blob:
+    """What describes the adapter, as JSON has it, and its bytes."""
+    tiles = {field.name: getattr(packed.tiles, field.name) for field in fields(packed.tiles)}
+    arrays = {
+        name: (value.dtype.str, value.shape, value.ravel().tolist())
+        for name, value in tiles.items()
+        if isinstance(value, np.ndarray)
+    }
+    counts = {name: value for name, value in tiles.items() if name not in arrays}
+    described = (packed.data.shape, arrays, counts, packed.scales, packed.content, packed.rank)
+    return described, packed.data.numpy().tobytes()
+
+
+def received_packed(blob: Blob, read: Callable[[str, str], PackedAdapter] | None) -> PackedAdapter:
+    """As `describe_packed` described it; or `read` from the folder that is named instead."""
+    if not blob[1] and read is not None:
+        return read(*blob[0])
+    (shape, arrays, counts, scales, content, rank), data = blob
+    tiles: dict[str, Any] = dict(counts)
+    for name, (kind, size, values) in arrays.items():
+        tiles[name] = np.array(values, kind).reshape(size)
+    numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(*shape)
+    return PackedAdapter(numbers, Tiles(**tiles), tuple(scales), content, rank)

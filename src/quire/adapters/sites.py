@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-# Checkpoints of the bare model lack the outer module's name, and some add one more.
-PREFIXES = (
-    *("model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.", ""),
-    *("model.language_model.", "language_model.model.", "language_model."),  # beside an encoder of images
-)
+from quire.weights.source import spellings
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +11,8 @@ class Site:
     """One matrix of the model as an adapter sees it."""
 
     name: str  # the module's, such as "model.layers.0.self_attn.q_proj"
-    num_in: int  # the vocabulary, for an embedding
-    num_out: int
+    num_inputs: int  # of an embedding: its ids
+    num_outputs: int
     is_embedding: bool = False
 
     @property
@@ -34,12 +30,4 @@ class Sites(tuple[Site, ...]):
 
     def find(self, module: str) -> int | None:
         """The index of a module's site, with any of the known outer prefixes."""
-        if module in self._indices:
-            return self._indices[module]
-        for prefix in PREFIXES:
-            if module.startswith(prefix):
-                for other in PREFIXES:
-                    index = self._indices.get(other + module[len(prefix) :])
-                    if index is not None:
-                        return index
-        return None
+        return next((self._indices[name] for name in spellings(module) if name in self._indices), None)

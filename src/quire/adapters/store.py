@@ -52,8 +52,6 @@ class Entry:
     signature: tuple[int, ...] = ()  # of the files, to detect changes
     packed: PackedAdapter | None = None
     content: str | None = None  # known once loaded
-    num_blocks: int | None = None
-    rank: int = 0
     error: AdapterError | None = None
     loading: Future[PackedAdapter] | None = None
     num_users: int = 0  # unfinished requests
@@ -163,8 +161,7 @@ class AdapterStore:
             )
         packed = self._reader.read_tensors(name, tensors, config)
         entry = Entry(self._new_key(name), name, None)
-        self._note(entry, packed)
-        entry.packed = packed
+        entry.content, entry.packed = packed.content, packed
         self._set(name, entry)
 
     def remove(self, name: str) -> None:
@@ -324,8 +321,7 @@ class AdapterStore:
         return packed
 
     def _keep(self, entry: Entry, packed: PackedAdapter) -> None:
-        self._note(entry, packed)
-        entry.packed = packed
+        entry.content, entry.packed = packed.content, packed
         self._held[entry.key] = entry
         self._held_bytes += packed.num_bytes
         self.stats.num_loads += 1
@@ -336,10 +332,6 @@ class AdapterStore:
             if other is not entry and other.key not in self._needed:
                 self._let_go(other)
                 self.stats.num_dropped += 1
-
-    @staticmethod
-    def _note(entry: Entry, packed: PackedAdapter) -> None:
-        entry.content, entry.num_blocks, entry.rank = packed.content, packed.num_blocks, packed.rank
 
     def _let_go(self, entry: Entry) -> None:
         if entry.key in self._held and entry.packed is not None:

@@ -7,8 +7,7 @@ from quire.bench.table import in_bytes
 from quire.cli.flags import BUILTIN
 from quire.cli.parser import Parser
 from quire.llm.progress import load_progress
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 
 
 def add_arguments(parser: Parser) -> None:

@@ -21,7 +21,7 @@ from quire.server.retrieval import adapters_folder
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from quire.text.reasoning import REASONING_PARSERS
-from quire.text.tools.formats import TOOL_PARSERS
+from quire.text.tool_formats import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
 # these load torch, which the HTTP process of a plain server does without

@@ -12,8 +12,7 @@ from quire.kernels import build as compilation
 from quire.llm.llm import LLM
 from quire.llm.progress import load_progress
 from quire.weights.hub import hub_name
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 
 
 def start_llm(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:

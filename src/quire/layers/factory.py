@@ -41,9 +41,8 @@ class RankPart:
 
     cut: Cut
     group: Group  # that computes each layer
-    stages: Group = field(
-        default_factory=Group
-    )  # that pass hidden states on; the first embeds and has the output head
+    # Ranks that pass hidden states on; the first embeds and has the output head.
+    stages: Group = field(default_factory=Group)
     layers: tuple[int, int] | None = None  # of this stage; None: all
     everyone: Group = field(default_factory=Group)  # all ranks of all stages
 
@@ -55,12 +54,9 @@ class RankPart:
         self.everyone.close()
 
     def __str__(self) -> str:
-        stage = (
-            ""
-            if self.layers is None
-            else f"; stage 0 of {self.stages.size} has layers 0 to {self.layers[1] - 1}"
-        )
-        return f"{self.cut}{stage}"
+        if self.layers is None:
+            return str(self.cut)
+        return f"{self.cut}; stage 0 of {self.stages.size} has layers 0 to {self.layers[1] - 1}"
 
     def joined(self, what: str) -> JoinedRanks | None:
         """None: a rank has all of it."""
@@ -169,19 +165,8 @@ class LayerFactory:
 
         Rows are multiplied by `scale` when read: a tied head has the table as it is.
         """
-        compact = self.number_format.compact_tables
-        return TokenEmbedding(
-            self.kernel("embedding"),
-            num_rows,
-            width,
-            self.dtype,
-            self.device,
-            compact,
-            first_row,
-            self.number_format.table,
-            self.number_format.table_scheme,
-            scale,
-        )
+        kernel = self.kernel("embedding")
+        return TokenEmbedding(kernel, num_rows, width, self.number_format, self.device, first_row, scale)
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
         """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""

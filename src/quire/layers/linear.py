@@ -11,15 +11,15 @@ from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_finite, check_shape
 from quire.parallel.group import Group
-from quire.quant.encoded import Encoded, Scheme, Weight, floats
-from quire.quant.format import Matrix
+from quire.quant.encoded import Encoded, Weight, floats
+from quire.quant.format import Matrix, NumberFormat
 from quire.quant.schemes import from_parameters, parameter_names
 
 
 class TokenEmbedding(Adaptable):
     """A table [num_rows, width]; results are in the model's activation type.
 
-    With `compact` a 16-bit table stays as it is and a 32-bit one becomes float16: it is only read row by row.
+    With compact tables a 16-bit one stays as it is and a 32-bit one becomes float16: it is only read row by row.
     """
 
     def __init__(
@@ -27,29 +27,20 @@ class TokenEmbedding(Adaptable):
         kernel: ModuleType,
         num_rows: int,
         width: int,
-        dtype: torch.dtype,
+        number_format: NumberFormat,
         device: torch.device,
-        compact: bool,
         first_row: int = 0,
-        kept: Callable[[Encoded], Encoded | None] = lambda encoded: None,
-        scheme: Scheme | None = None,
         scale: float = 1.0,
     ) -> None:
-        """`kept`: an encoded table as it stays, to be decoded as rows are read; None: it becomes floats.
-
-        `scheme`: what rows that come as floats are encoded in. `scale`: of the rows with their adapters, when they
-        are read.
-        """
+        """`scale`: of the rows with their adapters, when they are read."""
         super().__init__()
         self._kernel = kernel
-        self._kept = kept
-        self._scheme = scheme
+        self._format = number_format
         self._scale = scale
         self._encoded: Encoded | None = None  # in place of a table
         self._shape = (num_rows, width)
-        self._dtype = dtype
+        self._dtype = number_format.activation_dtype
         self._device = device
-        self._compact = compact
         self._first_row = first_row  # rows of the checkpoint's table before the first that is kept
         self._table: Tensor | None = None  # [num_rows, width]
 
@@ -85,25 +76,24 @@ class TokenEmbedding(Adaptable):
     def load(self, weight: Weight) -> None:
         """weight [first_row + num_rows, width]."""
         if isinstance(weight, Encoded) and not self._first_row:
-            self._encoded = self._kept(weight)
+            self._encoded = self._format.table(weight)
             if self._encoded is not None:
                 return
         tensor = floats(weight)
-        if self._scheme is not None and not self._first_row and self._scheme.fits(self._shape[1]):
-            on_meta = tensor.device.type == "meta"
-            self._encoded = (
-                Encoded.empty(self._scheme, self._shape)
-                if on_meta
-                else Encoded.of(self._scheme, tensor.to(self._device))
-            )
+        scheme = self._format.table_scheme
+        if scheme is not None and not self._first_row and scheme.fits(self._shape[1]):
+            if tensor.device.type == "meta":
+                self._encoded = Encoded.empty(scheme, self._shape)
+            else:
+                self._encoded = Encoded.of(scheme, tensor.to(self._device))
             return
-        if self._compact:  # the formats that round; 16-bit models show NaN in every answer
+        if self._format.compact_tables:  # the formats that round; 16-bit models show NaN in every answer
             check_finite(tensor)
         kept = self._kept_dtype(tensor)
         self._table = tensor[self._first_row :].to(device=self._device, dtype=kept, copy=True)
 
     def _kept_dtype(self, tensor: Tensor) -> torch.dtype:
-        if not self._compact:
+        if not self._format.compact_tables:
             return self._dtype
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return tensor.dtype
@@ -237,6 +227,15 @@ class Linear(Adaptable):
         loaders = {f"{name}.weight": Loader(shape[::-1] if transposed else shape, take, (part,))}
         if self._bias is not None:
             loaders[f"{name}.bias"] = self._bias.loader(first_row, count)
+        return loaders
+
+    def part_loaders(self, parts: Mapping[str, int]) -> dict[str, Loader]:
+        """As `loaders`, of a fused projection: the names of its parts in their order, and how many rows each has."""
+        loaders: dict[str, Loader] = {}
+        first_row = 0
+        for name, num_rows in parts.items():
+            loaders |= self.loaders(name, first_row, num_rows)
+            first_row += num_rows
         return loaders
 
     def state(self) -> dict[str, Tensor]:

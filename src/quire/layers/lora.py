@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.adapters.sites import Site
 from quire.kernels.lora import reference
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
 from quire.parallel.cut import Cut, divided
@@ -40,15 +41,11 @@ class LoraBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraSite:
-    """One matrix that adapters can add to."""
+class LoraSite(Site):
+    """A site in a built model."""
 
-    name: str  # of its module, as in the checkpoint: "model.layers.0.self_attn.q_proj"
-    index: int  # its column in the tables
-    kind: int  # equal for layers that differ only in their number, and for parts of one fused layer
-    num_inputs: int  # of an embedding: its ids
-    num_outputs: int
-    is_embedding: bool
+    index: int = 0  # its column in the tables
+    kind: int = 0  # equal for layers that differ only in their number, and for parts of one fused layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +87,8 @@ class ShardedLoraGroup(LoraGroup):
 
     ranks: Group = field(default_factory=Group)
     tag: str = ""  # what the bytes are counted as
-    joins: bool = (
-        False  # x is some of the columns: partial results of A are summed; otherwise they are gathered
-    )
+    # x is some of the columns: partial results of A are summed; otherwise they are gathered.
+    joins: bool = False
 
     @property
     def takes_whole_rows(self) -> bool:
@@ -219,7 +215,7 @@ def install_sites(
         else:
             layer.take_lora(LoraGroup(kernel, 2 * len(sites), bounds, kind))
         sites += [
-            LoraSite(name, len(sites) + i, kind, part.num_inputs, width, part.is_embedding)
+            LoraSite(name, part.num_inputs, width, part.is_embedding, len(sites) + i, kind)
             for i, ((name, part), width) in enumerate(zip(parts, widths, strict=True))
         ]
     return tuple(sites)

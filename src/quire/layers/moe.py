@@ -129,8 +129,8 @@ class MixtureOfExperts(Composite):
             loaders[f"{module}shared_expert_gate.weight"] = Loader(
                 (1, shape.hidden), lambda rows: self.router.load(shape.num_experts, rows)
             )
-            loaders |= self.shared_gate_up.loaders(f"{shared}gate_proj", 0, inner)
-            loaders |= self.shared_gate_up.loaders(f"{shared}up_proj", inner, inner)
+            rows = {f"{shared}gate_proj": inner, f"{shared}up_proj": inner}
+            loaders |= self.shared_gate_up.part_loaders(rows)
             loaders |= self.shared_down.loaders(f"{shared}down_proj")
         return loaders
 

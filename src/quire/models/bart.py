@@ -1,4 +1,7 @@
-"""BART: learned positions, biases, a layer norm after each sum. Its final_logits_bias is zeros, and is not read."""
+"""BART: BERT's layers, with cross-attention in the decoder's, and learned positions.
+
+Its final_logits_bias is zeros, and is not read.
+"""
 
 import math
 from collections.abc import Mapping
@@ -13,22 +16,36 @@ from quire.layers.attention import Pool
 from quire.layers.cross import CrossBatch
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
-from quire.layers.linear import Linear
-from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Composite, Loader
+from quire.layers.parameters import Loader
+from quire.models.bert import BertLayer
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.weights.hyperparameters import (
     MAX_LAYERS,
-    checkpoint_dtype,
     first_token_id,
-    head_size,
+    generates,
+    model_config,
     positive,
-    token_ids,
     whole,
 )
 
 SKIPPED_POSITIONS = 2  # rows of the checkpoint's position tables before position 0
 EPS = 1e-5  # torch's
+_SIZES = {
+    "hidden_size": "d_model",
+    "num_heads": "decoder_attention_heads",
+    "num_layers": "decoder_layers",
+    "intermediate_size": "decoder_ffn_dim",
+}
+_PARTS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "up": "fc1",
+    "down": "fc2",
+    "mlp_norm": "final_layer_norm",
+}
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -45,7 +62,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     ):
         if hf.get(name, name == "normalize_embedding") is not (name == "normalize_embedding"):
             raise ModelError(f"config.json has {name}={hf[name]!r}, which is not known for {architecture}")
-    hidden, heads = positive(hf, "d_model"), positive(hf, "decoder_attention_heads")
+    heads = positive(hf, "decoder_attention_heads")
     if positive(hf, "encoder_attention_heads") != heads:
         raise ModelError(
             f"config.json has encoder_attention_heads={hf['encoder_attention_heads']} and decoder_attention_heads="
@@ -53,24 +70,10 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         )
     longest = positive(hf, "max_position_embeddings")
     start = first_token_id(hf, "decoder_start_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=positive(hf, "decoder_layers", high=MAX_LAYERS),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_size({}, hidden, heads),
-        intermediate_size=positive(hf, "decoder_ffn_dim"),
-        max_position=2 * longest,
-        dtype=checkpoint_dtype(hf),
-        tie_word_embeddings=bool(hf.get("has_tied_head", hf.get("tie_word_embeddings") is not False)),
-        eos_token_ids=token_ids(hf, "eos_token_id"),
-        bos_token_id=first_token_id(hf, "bos_token_id"),
-        hf=dict(hf),
-        encoder=EncoderInput(
-            (2 if start is None else start,), whole(hf, "pad_token_id", 1), longest, longest
-        ),
+    tied = {"tie_word_embeddings": hf.get("has_tied_head", hf.get("tie_word_embeddings") is not False)}
+    encoder = EncoderInput((2 if start is None else start,), whole(hf, "pad_token_id", 1), longest, longest)
+    return model_config(
+        architecture, hf, _SIZES, max_position=2 * longest, encoder=encoder, **generates({**hf, **tied})
     )
 
 
@@ -82,70 +85,32 @@ def build(config: ModelConfig, factory: LayerFactory) -> "Bart":
     return Bart(config, factory)
 
 
-class BartLayer(Composite):
-    """qkv → attention → output, up → activation → down, a norm after each sum."""
-
-    def __init__(self, config: ModelConfig, factory: LayerFactory, attention: Any, inner: int) -> None:
-        hidden = config.hidden_size
-        self._hidden = hidden
-        self.qkv = factory.linear(3 * hidden, hidden, bias=True)
-        self.attention = attention
-        self.output = factory.linear(hidden, hidden, bias=True)
-        self.attention_norm = factory.layer_norm(hidden, EPS)
-        self.up = factory.linear(inner, hidden, bias=True)
-        self.activation = factory.activation(_activation(config.hf))
-        self.down = factory.linear(hidden, inner, bias=True)
-        self.mlp_norm = factory.layer_norm(hidden, EPS)
-
-    def _feed_forward(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
-        return self.mlp_norm(self.down(self.activation(self.up(hidden, lora=lora)), hidden, lora))
-
-    def loaders(self, prefix: str) -> dict[str, Loader]:
-        loaders = self._projections(f"{prefix}self_attn.", self.qkv, ("q", "k", "v"), self.output)
-        loaders |= self.attention_norm.loaders(f"{prefix}self_attn_layer_norm")
-        loaders |= self.up.loaders(f"{prefix}fc1") | self.down.loaders(f"{prefix}fc2")
-        return loaders | self.mlp_norm.loaders(f"{prefix}final_layer_norm")
-
-    def _projections(
-        self, prefix: str, fused: Linear, names: tuple[str, ...], output: Linear
-    ) -> dict[str, Loader]:
-        loaders = output.loaders(f"{prefix}out_proj")
-        for position, name in enumerate(names):
-            loaders |= fused.loaders(f"{prefix}{name}_proj", position * self._hidden, self._hidden)
-        return loaders
-
-
-class BartEncoderLayer(BartLayer):
-    def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        attended = self.attention(self.qkv(hidden, lora=batch.lora), batch)
-        return self._feed_forward(self.attention_norm(self.output(attended, hidden, batch.lora)), batch.lora)
-
-
-class BartDecoderLayer(BartLayer):
+class BartDecoderLayer(BertLayer):
     """The same with cross-attention in between."""
 
-    def __init__(
-        self, config: ModelConfig, factory: LayerFactory, attention: Any, inner: int, index: int
-    ) -> None:
-        super().__init__(config, factory, attention, inner)
-        hidden = config.hidden_size
+    def __init__(self, config: ModelConfig, factory: LayerFactory, index: int) -> None:
+        hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+        attention = factory.attention(index, heads, heads, head_dim)
+        inner, activation = config.intermediate_size, _activation(config.hf)
+        super().__init__(factory, hidden, inner, attention, activation, EPS)
         self.cross_query = factory.linear(hidden, hidden, bias=True)
         self.cross_kv = factory.linear(2 * hidden, hidden, bias=True)
-        self.cross = factory.cross_attention(index, config.num_heads, config.head_dim)
+        self.cross = factory.cross_attention(index, heads, head_dim)
         self.cross_output = factory.linear(hidden, hidden, bias=True)
         self.cross_norm = factory.layer_norm(hidden, EPS)
 
-    def __call__(self, hidden: Tensor, batch: CrossBatch, pool: Pool) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: CrossBatch, pool: Pool) -> Tensor:  # type: ignore[override]
         lora = batch.lora
         attended = self.attention(self.qkv(hidden, lora=lora), batch, pool)
         hidden = self.attention_norm(self.output(attended, hidden, lora))
         attended = self.cross(self.cross_query(hidden, lora=lora), batch, pool)
         return self._feed_forward(self.cross_norm(self.cross_output(attended, hidden, lora)), lora)
 
-    def loaders(self, prefix: str) -> dict[str, Loader]:
-        name = f"{prefix}encoder_attn."
-        loaders = super().loaders(prefix) | self.cross_query.loaders(f"{name}q_proj")
-        loaders |= self._projections(name, self.cross_kv, ("k", "v"), self.cross_output)
+    def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
+        cross = f"{prefix}encoder_attn."
+        loaders = super().loaders(prefix, names) | self.cross_query.loaders(f"{cross}q_proj")
+        loaders |= self.cross_kv.part_loaders({f"{cross}{name}_proj": self._hidden for name in "kv"})
+        loaders |= self.cross_output.loaders(f"{cross}out_proj")
         return loaders | self.cross_norm.loaders(f"{prefix}encoder_attn_layer_norm")
 
 
@@ -156,7 +121,7 @@ class Bart(EncoderDecoder):
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         super().__init__(config, factory)
-        hf, hidden, heads, head_dim = config.hf, config.hidden_size, config.num_heads, config.head_dim
+        hf, hidden = config.hf, config.hidden_size
         longest = positive(hf, "max_position_embeddings")
         scale = math.sqrt(hidden) if hf.get("scale_embedding") else 1.0
         self.embedding = factory.embedding(config.vocab_size, hidden, scale=scale)
@@ -164,17 +129,13 @@ class Bart(EncoderDecoder):
         self.decoder_positions = factory.embedding(longest, hidden, SKIPPED_POSITIONS)
         self.encoder_norm = factory.layer_norm(hidden, EPS)
         self.decoder_norm = factory.layer_norm(hidden, EPS)
-        of_encoder, inner = factory.full_attention(heads, head_dim), positive(hf, "encoder_ffn_dim")
+        attention = factory.full_attention(config.num_heads, config.head_dim)
+        inner, activation = positive(hf, "encoder_ffn_dim"), _activation(hf)
         self.encoder_blocks = [
-            BartEncoderLayer(config, factory, of_encoder, inner)
+            BertLayer(factory, hidden, inner, attention, activation, EPS)
             for _ in range(positive(hf, "encoder_layers", high=MAX_LAYERS))
         ]
-        self.decoder_blocks = [
-            BartDecoderLayer(
-                config, factory, factory.attention(i, heads, heads, head_dim), config.intermediate_size, i
-            )
-            for i in range(config.num_layers)
-        ]
+        self.decoder_blocks = [BartDecoderLayer(config, factory, i) for i in range(config.num_layers)]
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, hidden, tied_to)
 
@@ -196,5 +157,5 @@ class Bart(EncoderDecoder):
             loaders[f"{half}embed_positions.weight"] = positions.loader()
             loaders |= norm.loaders(f"{half}layernorm_embedding")
             for i, block in enumerate(blocks):
-                loaders |= block.loaders(f"{half}layers.{i}.")
+                loaders |= block.loaders(f"{half}layers.{i}.", _PARTS)
         return loaders

@@ -11,18 +11,19 @@ from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
+from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
-from quire.weights.hyperparameters import MAX_LAYERS, checkpoint_dtype, head_size, number, positive, whole
-from quire.weights.labels import read_labels
+from quire.weights.hyperparameters import model_config, number, positive, read_labels, whole
 
 
 @dataclass(frozen=True, slots=True)
 class BertVariant:
     """A member of the family: its names in config.json and in the checkpoint."""
 
-    keys: Mapping[str, str]  # hyperparameter -> its name in config.json
+    sizes: Mapping[str, str]  # their names in config.json, where these are not the usual ones
+    activation: str  # its name there
     first_position: bool  # positions begin after the padding token's id, as RoBERTa counts
     token_types: bool
     layer: str  # prefix of a layer's tensors
@@ -31,13 +32,6 @@ class BertVariant:
     masked: HeadNames  # its activation is the model's own if it is empty
 
 
-_KEYS = {
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "layers": "num_hidden_layers",
-    "inner": "intermediate_size",
-    "activation": "hidden_act",
-}
 _PARTS = {
     "query": "attention.self.query",
     "key": "attention.self.key",
@@ -48,12 +42,11 @@ _PARTS = {
     "down": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }
-_DISTIL_KEYS = {
-    "hidden": "dim",
-    "heads": "n_heads",
-    "layers": "n_layers",
-    "inner": "hidden_dim",
-    "activation": "activation",
+_DISTIL_SIZES = {
+    "hidden_size": "dim",
+    "num_heads": "n_heads",
+    "num_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
 }
 _DISTIL_PARTS = {
     "query": "attention.q_lin",
@@ -67,7 +60,8 @@ _DISTIL_PARTS = {
 }
 _TRANSFORM = "cls.predictions.transform."
 _BERT = BertVariant(
-    _KEYS,
+    {},
+    "hidden_act",
     False,
     True,
     "encoder.layer.",
@@ -81,17 +75,15 @@ _BERT = BertVariant(
         "cls.predictions.bias",
     ),
 )
-_ROBERTA = BertVariant(
-    _KEYS,
-    True,
-    True,
-    "encoder.layer.",
-    _PARTS,
-    HeadNames("classifier.dense", "tanh", "classifier.out_proj"),
-    HeadNames("lm_head.dense", "gelu", "lm_head.decoder.weight", "lm_head.layer_norm", "lm_head.bias"),
+_ROBERTA = replace(
+    _BERT,
+    first_position=True,
+    classifier=HeadNames("classifier.dense", "tanh", "classifier.out_proj"),
+    masked=HeadNames("lm_head.dense", "gelu", "lm_head.decoder.weight", "lm_head.layer_norm", "lm_head.bias"),
 )
 _DISTIL = BertVariant(
-    _DISTIL_KEYS,
+    _DISTIL_SIZES,
+    "activation",
     False,
     False,
     "transformer.layer.",
@@ -103,7 +95,6 @@ _TABLE = "embeddings.word_embeddings.weight"
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
-    keys = _variant(architecture).keys
     kind = hf.get("position_embedding_type", "absolute")
     if kind != "absolute":
         raise ModelError(
@@ -114,25 +105,12 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     activation = _activation(architecture, hf)
     if activation not in KNOWN:  # before anything is loaded
         raise ModelError(f"activation {activation!r} is not known: choose one of {', '.join(KNOWN)}")
-    hidden_size, num_heads = positive(hf, keys["hidden"]), positive(hf, keys["heads"])
     max_position = positive(hf, "max_position_embeddings") - _first_position(architecture, hf)
     if max_position < 1:
         raise ModelError(
             f"max_position_embeddings={hf['max_position_embeddings']} leaves no position for a token"
         )
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=positive(hf, keys["layers"], high=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size({}, hidden_size, num_heads),
-        intermediate_size=positive(hf, keys["inner"]),
-        max_position=max_position,
-        dtype=checkpoint_dtype(hf),
-        hf=dict(hf),
-    )
+    return model_config(architecture, hf, _variant(architecture).sizes, max_position=max_position)
 
 
 def build(config: ModelConfig, factory: LayerFactory) -> Encoder:
@@ -146,7 +124,7 @@ def _variant(architecture: str) -> BertVariant:
 
 
 def _activation(architecture: str, hf: Mapping[str, Any]) -> str:
-    return str(hf.get(_variant(architecture).keys["activation"], "gelu"))
+    return str(hf.get(_variant(architecture).activation, "gelu"))
 
 
 def _first_position(architecture: str, hf: Mapping[str, Any]) -> int:
@@ -161,10 +139,13 @@ def _first_position(architecture: str, hf: Mapping[str, Any]) -> int:
 class BertLayer(Composite):
     """qkv → attention → output, up → activation → down, a norm after each sum."""
 
-    def __init__(self, config: ModelConfig, activation: str, eps: float, factory: LayerFactory) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(
+        self, factory: LayerFactory, hidden: int, inner: int, attention: Any, activation: str, eps: float
+    ) -> None:
+        """`attention` is between qkv and its output projection."""
+        self._hidden = hidden
         self.qkv = factory.linear(3 * hidden, hidden, bias=True)
-        self.attention = factory.full_attention(config.num_heads, config.head_dim)
+        self.attention = attention
         self.output = factory.linear(hidden, hidden, bias=True)
         self.attention_norm = factory.layer_norm(hidden, eps)
         self.up = factory.linear(inner, hidden, bias=True)
@@ -174,15 +155,15 @@ class BertLayer(Composite):
 
     def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
-        attended = self.attention(self.qkv(hidden), batch)
-        hidden = self.attention_norm(self.output(attended, residual=hidden))
-        return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
+        attended = self.attention(self.qkv(hidden, lora=batch.lora), batch)
+        return self._feed_forward(self.attention_norm(self.output(attended, hidden, batch.lora)), batch.lora)
+
+    def _feed_forward(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self.mlp_norm(self.down(self.activation(self.up(hidden, lora=lora)), hidden, lora))
 
     def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
-        loaders: dict[str, Loader] = {}
-        hidden = len(self.attention_norm.state()["weight"])
-        for position, part in enumerate(("query", "key", "value")):
-            loaders |= self.qkv.loaders(prefix + names[part], position * hidden, hidden)
+        qkv = {prefix + names[part]: self._hidden for part in ("query", "key", "value")}
+        loaders = self.qkv.part_loaders(qkv)
         for part, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
             loaders |= linear.loaders(prefix + names[part])
         loaders |= self.attention_norm.loaders(prefix + names["attention_norm"])
@@ -205,8 +186,10 @@ class Bert(LayerStack):
         num_types = positive(hf, "type_vocab_size", 2)
         self.types = factory.embedding(num_types, hidden) if self._variant.token_types else None
         self.norm = factory.layer_norm(hidden, eps)
+        attention = factory.full_attention(config.num_heads, config.head_dim)
         self.blocks: list[BertLayer] = [
-            BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)
+            BertLayer(factory, hidden, config.intermediate_size, attention, activation, eps)
+            for _ in range(config.num_layers)
         ]
         self._num_types = num_types
         self.head: ClassificationHead | MaskHead | None = None

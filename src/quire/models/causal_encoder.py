@@ -67,9 +67,8 @@ class CausalEncoder:
 
     def __call__(self, batch: EncoderBatch) -> Tensor:
         """Hidden states of all tokens after the final norm: [T, width]."""
-        num_blocks = (
-            1 + batch.token_ids.shape[0] // BLOCK_SIZE + batch.lengths.shape[0]
-        )  # with block 0, at most
+        # with block 0, at most
+        num_blocks = 1 + batch.token_ids.shape[0] // BLOCK_SIZE + batch.lengths.shape[0]
         if self._pool is None or self._pool.num_blocks < num_blocks:
             self._pool = LayerPool(self._layout, num_blocks, self._device)
         return self._decoder(_paged(batch), self._pool)

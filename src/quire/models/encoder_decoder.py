@@ -2,48 +2,33 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.layers.attention import Pool
-from quire.layers.cross import CrossAttention, CrossBatch
+from quire.layers.cross import CrossBatch
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import LayerFactory
-from quire.layers.linear import Linear, OutputHead
+from quire.layers.linear import OutputHead
 from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Composite, LayerStack, Loader, Stateful
-
-
-class EncoderLayer(Protocol):
-    def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]; hidden may be overwritten."""
-        ...
-
-    def layers(self) -> dict[str, Stateful]: ...
-
-
-class DecoderLayer(Protocol):
-    cross_kv: Linear  # the encoder's output -> K and V of this layer's cross-attention
-    cross: CrossAttention
-
-    def __call__(self, hidden: Tensor, batch: CrossBatch, pool: Pool) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]; hidden may be overwritten. Stores K and V of the batch's tokens."""
-        ...
-
-    def layers(self) -> dict[str, Stateful]: ...
+from quire.layers.parameters import Composite, LayerStack, Loader
 
 
 class EncoderDecoder(LayerStack):
-    """A DecoderModel with `encode`. In `blocks` the encoder's layers come first."""
+    """A DecoderModel with `encode`. In `blocks` the encoder's layers come first.
+
+    Layers take hidden [T, hidden], which they may overwrite, and a batch. A decoder's also take the pool, where they
+    store K and V of the batch's tokens, and have `cross`, a CrossAttention, and `cross_kv`, a Linear from the encoder's
+    output to its K and V.
+    """
 
     head: OutputHead
-    encoder_names: ClassVar[
-        tuple[str, ...]
-    ]  # how a checkpoint names the encoder, and K and V of cross-attention
-    encoder_blocks: Sequence[Any]  # EncoderLayer
-    decoder_blocks: Sequence[Any]  # DecoderLayer
+    # How a checkpoint names the encoder, and K and V of cross-attention.
+    encoder_names: ClassVar[tuple[str, ...]]
+    encoder_blocks: Sequence[Any]
+    decoder_blocks: Sequence[Any]
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""GptDecoder: layer norms, and a feed-forward of two matrices. The files of its architectures own the names."""
+"""GptDecoder: layer norms, and a feed-forward of two matrices. gpt_variants.py has its architectures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from quire.core.config import ModelConfig
-from quire.core.errors import ModelError
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
-from quire.layers.parameters import Composite, LayerStack
+from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.models.model import Layer
-from quire.weights.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +38,29 @@ class GptConfig:
     embedding_norm: bool = False
     parallel: bool = False  # attention and feed-forward take the same hidden states
     shared_norm: bool = False  # and the same norm of them
-    grouped: bool = (
-        False  # the fused projection has the queries of a KV head, its key, its value, then the next
-    )
+    # The fused projection has the queries of a KV head, its key, its value, then the next.
+    grouped: bool = False
 
 
-def describe_gpt(
-    architecture: str,
-    hf: Mapping[str, Any],
-    *,
-    hidden_size: int,
-    num_heads: int,
-    num_layers: int,
-    intermediate_size: int,
-    max_position: int,
-    num_kv_heads: int | None = None,
-) -> ModelConfig:
-    """The ModelConfig of such a decoder, from the values that have other names in each config.json."""
-    num_kv_heads = num_kv_heads or num_heads
-    if num_heads % num_kv_heads != 0:
-        raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_size({}, hidden_size, num_heads),
-        intermediate_size=intermediate_size,
-        max_position=max_position,
-        dtype=checkpoint_dtype(hf),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
-        eos_token_ids=token_ids(hf, "eos_token_id"),
-        bos_token_id=first_token_id(hf, "bos_token_id"),
-        hf=dict(hf),
-    )
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of a checkpoint's modules. Those of a layer follow `layer` and its number."""
+
+    tokens: str
+    norm: str
+    layer: str
+    qkv: tuple[str, ...]  # one fused module, or q, k and v
+    output: str
+    up: str
+    down: str
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    head: str = "lm_head"
+    positions: str = ""
+    embedding_norm: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    transposed: bool = False  # matrices are [inputs, outputs]
 
 
 class GptLayer(Composite):
@@ -158,8 +143,9 @@ class GptDecoder(LayerStack):
 
     recordable = False  # sums and activations between kernels are torch's
 
-    def __init__(self, config: ModelConfig, kind: GptConfig, factory: LayerFactory) -> None:
+    def __init__(self, config: ModelConfig, kind: GptConfig, names: Names, factory: LayerFactory) -> None:
         self.config = config
+        self._names = names
         self._select = factory.row_selection()
         hidden = config.hidden_size
         width = kind.embedding_width or hidden
@@ -212,3 +198,34 @@ class GptDecoder(LayerStack):
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         return self.head(hidden, lora)
+
+    def loaders(self) -> dict[str, Loader]:
+        names = self._names
+        loaders = self.head.loaders(self.tokens, f"{names.tokens}.weight", f"{names.head}.weight")
+        if self.positions is not None:
+            loaders[f"{names.positions}.weight"] = self.positions.loader()
+        if self.norm is not None:
+            loaders |= self.norm.loaders(names.norm)
+        if self.embedding_norm is not None:
+            loaders |= self.embedding_norm.loaders(names.embedding_norm)
+        if self.project_in is not None and self.project_out is not None:
+            loaders |= self.project_in.loaders(names.project_in)
+            loaders |= self.project_out.loaders(names.project_out)
+        for i, block in enumerate(self.blocks):
+            loaders |= self._layer_loaders(f"{names.layer}{i}.", block)
+        return loaders
+
+    def _layer_loaders(self, prefix: str, block: GptLayer) -> dict[str, Loader]:
+        names, config = self._names, self.config
+        loaders = block.attention_norm.loaders(f"{prefix}{names.attention_norm}")
+        if block.mlp_norm is not None:
+            loaders |= block.mlp_norm.loaders(f"{prefix}{names.mlp_norm}")
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = [f"{prefix}{name}" for name in names.qkv]
+        if len(qkv) == 3:
+            loaders |= block.qkv.part_loaders(dict(zip(qkv, (query, key, key), strict=True)))
+        else:
+            loaders |= block.qkv.loaders(qkv[0], transposed=names.transposed)
+        for name, linear in ((names.output, block.output), (names.up, block.up), (names.down, block.down)):
+            loaders |= linear.loaders(f"{prefix}{name}", transposed=names.transposed)
+        return loaders

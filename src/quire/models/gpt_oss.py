@@ -13,13 +13,12 @@ from quire.core.errors import ModelError, WeightsError
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraBatch
 from quire.layers.moe import MixtureNames, MixtureOfExperts, MixtureShape
 from quire.layers.parameters import Loader, Table
 from quire.models import llama
 from quire.models.llama import Llama, LlamaLayer
 from quire.models.llama_variants import LlamaVariant, windows_by_kind
-from quire.models.mixture import MAX_EXPERTS
+from quire.models.mixture import MAX_EXPERTS, MixtureLayer
 from quire.models.model import DecoderModel
 from quire.quant.encoded import Weight, floats
 from quire.quant.experts import DOWN, GATE_UP
@@ -90,15 +89,13 @@ def _variant(config: ModelConfig) -> LlamaVariant:
     return LlamaVariant(
         qkv_bias=bias,
         output_bias=bias,
-        mlp_bias=False,
-        head_norm=False,
         windows=config.windows,
         ropes=(config.hf,) * config.num_layers,
         eps=number(config.hf, "rms_norm_eps", 1e-5),
     )
 
 
-class GptOssLayer(LlamaLayer):
+class GptOssLayer(MixtureLayer):
     """Attention with a sink in each head, then experts."""
 
     def _make_feed_forward(self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory) -> None:
@@ -110,11 +107,6 @@ class GptOssLayer(LlamaLayer):
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         qkv = self.qkv.normed(hidden, self.input_norm, batch.lora)
         return self.attention(qkv, batch, pool, sinks=self.sinks.value)
-
-    def finish(self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
-        hidden = self.output(attended, hidden, lora)
-        assert self.post_norm is not None, "the layer has a norm before its experts"
-        return self.mixture(self.post_norm(hidden), hidden, lora)
 
     def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
         shape, mlp = self._shape, f"{prefix}mlp."
@@ -185,10 +177,8 @@ class GptOss(Llama):
     def recordable(self) -> bool:
         return False  # torch clamps what experts compute, which a tape cannot record
 
-    def _layer(
-        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
-    ) -> LlamaLayer:
-        return GptOssLayer(self.config, variant, factory, index, cos_sin)
+    def _kind(self, index: int) -> type[LlamaLayer]:
+        return GptOssLayer
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

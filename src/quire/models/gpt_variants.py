@@ -1,29 +1,43 @@
-"""GPT-NeoX, Falcon, BLOOM and StarCoder2: what their config.json means for GptDecoder, and their names of tensors."""
+"""GPT-2, GPT-NeoX, OPT, Falcon, BLOOM and StarCoder2: what their config.json means for GptDecoder, and their names of
+tensors."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
-from quire.layers.linear import Linear
-from quire.layers.parameters import Loader
 from quire.layers.rope import position_limit
-from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
+from quire.models.gpt_decoder import GptConfig, GptDecoder, Names
 from quire.models.model import DecoderModel
-from quire.weights.hyperparameters import MAX_LAYERS, number, positive, whole
+from quire.weights.hyperparameters import SIZES, generates, model_config, number, positive, whole
 
-BLOOM, FALCON = "BloomForCausalLM", "FalconForCausalLM"
-NEOX, STARCODER2 = "GPTNeoXForCausalLM", "Starcoder2ForCausalLM"
+BLOOM, FALCON, GPT2 = "BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel"
+NEOX, OPT, STARCODER2 = "GPTNeoXForCausalLM", "OPTForCausalLM", "Starcoder2ForCausalLM"
+OPT_SKIPPED = 2  # the first rows of OPT's position table belong to padding
 
 # What a config.json of this architecture may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    BLOOM: {"tie_word_embeddings": True},
-    FALCON: {"max_position_embeddings": 2048, "tie_word_embeddings": True},
-    NEOX: {"partial_rotary_factor": 0.25, "tie_word_embeddings": False},
-    STARCODER2: {"tie_word_embeddings": True},
+    BLOOM: {"seq_length": 2048},
+    FALCON: {"max_position_embeddings": 2048},
+    GPT2: {"n_positions": 1024},
+    NEOX: {"partial_rotary_factor": 0.25},
+    OPT: {},
+    STARCODER2: {},
+}
+_SIZES = {
+    BLOOM: {"intermediate_size": "n_inner", "max_position": "seq_length"},
+    FALCON: {"intermediate_size": "ffn_hidden_size"},
+    GPT2: {
+        "hidden_size": "n_embd",
+        "num_heads": "n_head",
+        "num_layers": "n_layer",
+        "intermediate_size": "n_inner",
+        "max_position": "n_positions",
+    },
+    OPT: {"intermediate_size": "ffn_dim"},
 }
 # Other spellings of one thing.
 _SPELLINGS = {
@@ -35,80 +49,95 @@ _SPELLINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Of an architecture's modules. Those of a layer follow `layer` and its number."""
-
-    tokens: str
-    norm: str
-    head: str
-    layer: str
-    output: str
-    up: str
-    down: str
-    qkv: tuple[str, ...]  # one fused module, or q, k and v
-    attention_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    embedding_norm: str = ""
+def _megatron(outer: str, attention: str, **other: str) -> Names:
+    """As BLOOM and Falcon name modules; NeoX has other names outside the layers."""
+    names: dict[str, Any] = {
+        "tokens": f"{outer}word_embeddings",
+        "norm": f"{outer}ln_f",
+        "layer": f"{outer}h.",
+        "qkv": (f"{attention}.query_key_value",),
+        "output": f"{attention}.dense",
+        **other,
+    }
+    return Names(**names, up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
 
 
-_MEGATRON = {
-    "output": "dense",
-    "up": "mlp.dense_h_to_4h",
-    "down": "mlp.dense_4h_to_h",
-}  # as NeoX, Falcon and BLOOM
-
-
-def _megatron(tokens: str, norm: str, head: str, layer: str, attention: str, **other: str) -> Names:
-    parts = {**_MEGATRON, "output": f"{attention}.dense"}
-    return Names(tokens, norm, head, layer, **parts, qkv=(f"{attention}.query_key_value",), **other)
-
-
-def _names(config: ModelConfig) -> Names:
-    outer = "transformer."
-    if config.architecture == NEOX:
-        outer = "gpt_neox."
-        norm = f"{outer}final_layer_norm"
-        return _megatron(f"{outer}embed_in", norm, "embed_out", f"{outer}layers.", "attention")
-    if config.architecture == STARCODER2:
-        return Names(
-            "model.embed_tokens",
-            "model.norm",
-            "lm_head",
-            "model.layers.",
-            output="self_attn.o_proj",
-            up="mlp.c_fc",
-            down="mlp.c_proj",
-            qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        )
-    names = (f"{outer}word_embeddings", f"{outer}ln_f", "lm_head", f"{outer}h.", "self_attention")
-    if config.architecture == BLOOM:
-        return _megatron(*names, embedding_norm=f"{outer}word_embeddings_layernorm")
-    two = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"} if _norms_in_parallel(config.hf) == 2 else {}
-    return _megatron(*names, **two)
+_NAMES = {
+    BLOOM: _megatron(
+        "transformer.", "self_attention", embedding_norm="transformer.word_embeddings_layernorm"
+    ),
+    FALCON: _megatron("transformer.", "self_attention"),
+    GPT2: Names(
+        "transformer.wte",
+        "transformer.ln_f",
+        "transformer.h.",
+        qkv=("attn.c_attn",),
+        output="attn.c_proj",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        attention_norm="ln_1",
+        mlp_norm="ln_2",
+        positions="transformer.wpe",
+        transposed=True,
+    ),
+    NEOX: _megatron(
+        "gpt_neox.",
+        "attention",
+        tokens="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        layer="gpt_neox.layers.",
+        head="embed_out",
+    ),
+    OPT: Names(
+        "model.decoder.embed_tokens",
+        "model.decoder.final_layer_norm",
+        "model.decoder.layers.",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output="self_attn.out_proj",
+        up="fc1",
+        down="fc2",
+        attention_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        positions="model.decoder.embed_positions",
+        project_in="model.decoder.project_in",
+        project_out="model.decoder.project_out",
+    ),
+    STARCODER2: Names(
+        "model.embed_tokens",
+        "model.norm",
+        "model.layers.",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output="self_attn.o_proj",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+    ),
+}
 
 
 def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
-    present = {_SPELLINGS.get(name, name): value for name, value in given.items() if value is not None}
+    spellings = {} if architecture == GPT2 else _SPELLINGS
+    present = {spellings.get(name, name): value for name, value in given.items() if value is not None}
     hf = {**_DEFAULTS[architecture], **present}
-    hidden_size, num_heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
+    names = SIZES | _SIZES.get(architecture, {})
+    hidden_size, num_heads = positive(hf, names["hidden_size"]), positive(hf, names["num_heads"])
     if hf.get("apply_residual_connection_post_layernorm"):
         raise ModelError(
             "config.json has apply_residual_connection_post_layernorm=true, which is not supported: published BLOOM "
             "models have false"
         )
-    inner = {FALCON: "ffn_hidden_size", BLOOM: "n_inner"}.get(architecture, "intermediate_size")
-    config = describe_gpt(
+    inner = 4 * hidden_size if architecture in (BLOOM, FALCON, GPT2) else None
+    rotates = architecture not in (BLOOM, GPT2, OPT)
+    config = model_config(
         architecture,
         hf,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
+        names,
         num_kv_heads=_kv_heads(architecture, hf, num_heads),
-        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
-        intermediate_size=positive(hf, inner, 4 * hidden_size if architecture in (FALCON, BLOOM) else None),
-        max_position=positive(hf, "seq_length", 2048) if architecture == BLOOM else position_limit(hf),
+        intermediate_size=positive(hf, names["intermediate_size"], inner),
+        max_position=position_limit(hf) if rotates else positive(hf, names["max_position"]),
+        **generates(hf, tied=architecture != NEOX),
     )
-    return replace(config, windows=(whole(hf, "sliding_window", 0),) * config.num_layers)
+    window = whole(hf, "sliding_window", 0) if architecture == STARCODER2 else 0
+    return replace(config, windows=(window,) * config.num_layers)
 
 
 def _kv_heads(architecture: str, hf: Mapping[str, Any], num_heads: int) -> int:
@@ -137,6 +166,27 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 def _gpt_config(config: ModelConfig) -> GptConfig:
     hf, scales = config.hf, (config.head_dim**-0.5,) * config.num_layers
+    if config.architecture == GPT2:
+        by_layer = bool(hf.get("scale_attn_by_inverse_layer_idx", False))
+        scale = scales[0] if hf.get("scale_attn_weights", True) else 1.0
+        return GptConfig(
+            str(hf.get("activation_function", "gelu_new")),
+            number(hf, "layer_norm_epsilon", 1e-5),
+            tuple(scale / (layer + 1 if by_layer else 1) for layer in range(config.num_layers)),
+        )
+    if config.architecture == OPT:
+        norm_first = bool(hf.get("do_layer_norm_before", True))  # OPT-350m has norms after
+        return GptConfig(
+            str(hf.get("activation_function", "relu")),
+            1e-5,
+            scales,
+            bias=bool(hf.get("enable_bias", True)),
+            affine=bool(hf.get("layer_norm_elementwise_affine", True)),
+            norm_first=norm_first,
+            final_norm=norm_first and not hf.get("_remove_final_layer_norm", False),
+            embedding_width=positive(hf, "word_embed_proj_dim", config.hidden_size),
+            skipped_positions=OPT_SKIPPED,
+        )
     if config.architecture == NEOX:
         return GptConfig(
             str(hf.get("hidden_act") or "gelu"),
@@ -186,38 +236,7 @@ def _gpt_config(config: ModelConfig) -> GptConfig:
 
 
 def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
-    return GptVariant(config, factory)
-
-
-class GptVariant(GptDecoder):
-    """GptDecoder under the names of its architecture."""
-
-    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
-        self._names = _names(config)
-        super().__init__(config, _gpt_config(config), factory)
-
-    def loaders(self) -> dict[str, Loader]:
-        names = self._names
-        loaders = self.head.loaders(self.tokens, f"{names.tokens}.weight", f"{names.head}.weight")
-        if self.norm is not None:
-            loaders |= self.norm.loaders(names.norm)
-        if self.embedding_norm is not None:
-            loaders |= self.embedding_norm.loaders(names.embedding_norm)
-        for i in range(self.config.num_layers):
-            loaders |= self._layer_loaders(f"{names.layer}{i}.", i)
-        return loaders
-
-    def _layer_loaders(self, prefix: str, index: int) -> dict[str, Loader]:
-        block, names, config = self.blocks[index], self._names, self.config
-        loaders = block.attention_norm.loaders(f"{prefix}{names.attention_norm}")
-        if block.mlp_norm is not None:
-            loaders |= block.mlp_norm.loaders(f"{prefix}{names.mlp_norm}")
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        fused: list[tuple[str, Linear, int, int | None]] = [(names.qkv[0], block.qkv, 0, None)]
-        if len(names.qkv) == 3:
-            rows = ((0, query), (query, key), (query + key, key))
-            fused = [(name, block.qkv, *span) for name, span in zip(names.qkv, rows, strict=True)]
-        single = ((names.output, block.output), (names.up, block.up), (names.down, block.down))
-        for name, linear, first_row, num_rows in (*fused, *((*part, 0, None) for part in single)):
-            loaders |= linear.loaders(f"{prefix}{name}", first_row, num_rows)
-        return loaders
+    names = _NAMES[config.architecture]
+    if config.architecture == FALCON and _norms_in_parallel(config.hf) == 2:
+        names = replace(names, attention_norm="ln_attn", mlp_norm="ln_mlp")
+    return GptDecoder(config, _gpt_config(config), names, factory)

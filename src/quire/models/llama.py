@@ -18,43 +18,25 @@ from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import position_limit
 from quire.models.llama_variants import TWO_ROPES, LlamaVariant, completed, ropes_by_kind, variant_of
 from quire.models.model import DecoderModel, Layer
-from quire.weights.hyperparameters import (
-    MAX_LAYERS,
-    checkpoint_dtype,
-    first_token_id,
-    head_size,
-    positive,
-    token_ids,
-)
+from quire.weights.hyperparameters import generates, head_size, model_config, positive
 
 
 def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
     hf = completed(architecture, given)
     hidden_size = positive(hf, "hidden_size")
     num_heads = positive(hf, "num_attention_heads")
-    num_kv_heads = positive(hf, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads != 0:
-        raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     if _gate_name(hf) not in GATES:
         raise ModelError(
             f"hidden_act={_gate_name(hf)!r} is not known for {architecture}: only {', '.join(GATES)} are"
         )
     rotated = ropes_by_kind(architecture, hf)[0] if architecture in TWO_ROPES else hf
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+    config = model_config(
+        architecture,
+        hf,
+        num_kv_heads=positive(hf, "num_key_value_heads", num_heads),
         head_dim=head_size(hf, hidden_size, num_heads),
-        intermediate_size=positive(hf, "intermediate_size"),
         max_position=position_limit(rotated),  # an unknown rope type is refused before anything is loaded
-        dtype=checkpoint_dtype(hf),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        eos_token_ids=token_ids(hf, "eos_token_id"),
-        bos_token_id=first_token_id(hf, "bos_token_id"),
-        hf=hf,
+        **generates(hf),
     )
     return replace(config, windows=variant_of(config).windows)
 
@@ -134,25 +116,17 @@ class LlamaLayer(Composite):
             norms[f"{prefix}post_attention_layernorm"] = self.output_norm
             norms[f"{prefix}post_feedforward_layernorm"] = self.down_norm
         loaders = {f"{name}.weight": norm.loader() for name, norm in norms.items() if norm is not None}
-        apart = (
-            (f"{attention}q_proj", self.qkv, 0, query),
-            (f"{attention}k_proj", self.qkv, query, key),
-            (f"{attention}v_proj", self.qkv, query + key, key),
-        )
-        together = ((f"{attention}qkv_proj", self.qkv, 0, None),)
-        for name, linear, first_row, num_rows in together if self._fused else apart:
-            loaders |= linear.loaders(name, first_row, num_rows)
+        rows = {f"{attention}q_proj": query, f"{attention}k_proj": key, f"{attention}v_proj": key}
+        loaders |= self.qkv.loaders(f"{attention}qkv_proj") if self._fused else self.qkv.part_loaders(rows)
         loaders |= self.output.loaders(f"{attention}o_proj")
         return loaders | self._feed_forward_loaders(prefix)
 
     def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
         mlp, inner = f"{prefix}mlp.", self._inner
-        if self._fused:
-            gate_up = self.gate_up.loaders(f"{mlp}gate_up_proj")
-        else:
-            gate_up = self.gate_up.loaders(f"{mlp}gate_proj", 0, inner)
-            gate_up |= self.gate_up.loaders(f"{mlp}up_proj", inner, inner)
-        return gate_up | self.down.loaders(f"{mlp}down_proj")
+        rows = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
+        gate_up = self.gate_up
+        loaders = gate_up.loaders(f"{mlp}gate_up_proj") if self._fused else gate_up.part_loaders(rows)
+        return loaders | self.down.loaders(f"{mlp}down_proj")
 
 
 def _norm(factory: LayerFactory, config: ModelConfig, variant: LlamaVariant, scale: float = 1.0) -> RMSNorm:
@@ -193,17 +167,16 @@ class Llama(LayerStack):
             config.vocab_size, config.hidden_size, scale=variant.embedding_scale / variant.residual_scale
         )
         self.blocks: list[LlamaLayer] = [
-            self._layer(variant, factory, i, table) for i, table in enumerate(tables)
+            self._kind(i)(config, variant, factory, i, table) for i, table in enumerate(tables)
         ]
         self.stack: list[Layer] = [*self.blocks]
         self.norm = _norm(factory, config, variant, variant.logits_scale)
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
 
-    def _layer(
-        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
-    ) -> LlamaLayer:
-        return LlamaLayer(self.config, variant, factory, index, cos_sin)
+    def _kind(self, index: int) -> type[LlamaLayer]:
+        """The class of a layer."""
+        return LlamaLayer
 
     @property
     def recordable(self) -> bool:
@@ -228,11 +201,9 @@ class Llama(LayerStack):
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         logits = self.head(hidden, lora)
-        if self._logits_cap:
-            logits = (
-                logits.div_(self._logits_cap).tanh_() * self._logits_cap
-            )  # tanh's result is kept for gradients
-        return logits
+        if not self._logits_cap:
+            return logits
+        return logits.div_(self._logits_cap).tanh_() * self._logits_cap  # tanh's result is kept for gradients
 
     def loaders(self) -> dict[str, Loader]:
         loaders = {"model.norm.weight": self.norm.loader()}

@@ -49,10 +49,10 @@ class LlamaVariant:
 
     qkv_bias: bool
     output_bias: bool  # of attention's output projection
-    mlp_bias: bool
-    head_norm: bool  # q and k are normalised per head
     windows: tuple[int, ...]  # per layer; 0: none
     ropes: tuple[Mapping[str, Any] | None, ...]  # per layer, the settings of its rotation; None: no rotation
+    mlp_bias: bool = False
+    head_norm: bool = False  # q and k are normalised per head
     row_norm: bool = False  # q and k are normalised, each as a whole
     norms_before: bool = True  # attention and feed-forward take normalised hidden states
     norms_after: bool = False  # their results are normalised before they are added
@@ -207,10 +207,7 @@ def ropes_by_kind(architecture: str, hf: Mapping[str, Any]) -> tuple[Mapping[str
     if isinstance(by_kind, Mapping) and "full_attention" in by_kind:
         full, sliding = by_kind["full_attention"], by_kind.get("sliding_attention")
         local = {"rope_theta": base} if architecture == OLMO3 else {}
-        return {**limit, "rope_theta": base, "rope_parameters": full}, {
-            **limit,
-            **local,
-            "rope_parameters": sliding,
-        }
+        everywhere = {**limit, "rope_theta": base, "rope_parameters": full}
+        return everywhere, {**limit, **local, "rope_parameters": sliding}
     local_base = base if architecture == OLMO3 else number(hf, "rope_local_base_freq", 1e4)
     return {"rope_theta": 1e6, **hf}, {**limit, "rope_theta": local_base}

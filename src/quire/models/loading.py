@@ -20,27 +20,12 @@ from quire.observe.logs import get_logger
 from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
 from quire.weights.cut import CutSource
-from quire.weights.source import Source
+from quire.weights.source import Source, spellings
 
 logger = get_logger(__name__)
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 
-# Checkpoints of the bare model lack the outer module's name, and some add one more.
-PREFIXES = (
-    *(
-        "model.decoder.",
-        "model.",
-        "decoder.",
-        "transformer.",
-        "gpt_neox.",
-        "bert.",
-        "roberta.",
-        "distilbert.",
-        "",
-    ),
-    *("model.language_model.", "language_model.model.", "language_model."),  # beside an encoder of images
-)
 _LAYER = re.compile(r"\.\d+\.")
 NAMED = 4  # tensors that an error names
 
@@ -90,10 +75,8 @@ def _fill(
         huge_pages.release_freed()  # numbers before they were rounded
         return
     kept_as, architecture = source.fingerprint, model.config.architecture
-    if architecture not in (
-        source.config.get("architectures") or ()
-    ):  # as a decoder that embeds, without its head
-        kept_as += architecture
+    if architecture not in (source.config.get("architectures") or ()):
+        kept_as += architecture  # a decoder that embeds, without its head
     path = converted_path(kept_as, factory.number_format.name)
     kept = read_converted(path)
     if kept is not None and _adopt(model, kept):
@@ -187,13 +170,7 @@ def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
         return name
     if name.endswith(("LayerNorm.gamma", "LayerNorm.beta")):
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-    for prefix in PREFIXES:
-        if name.startswith(prefix):
-            for other in PREFIXES:
-                spelling = other + name[len(prefix) :]
-                if spelling in loaders:
-                    return spelling
-    return None
+    return next((spelling for spelling in spellings(name) if spelling in loaders), None)
 
 
 def _random_tensors(

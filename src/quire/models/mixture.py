@@ -93,7 +93,6 @@ def _variant(config: ModelConfig) -> LlamaVariant:
     return LlamaVariant(
         qkv_bias=bias or (architecture == QWEN2 and bool(hf.get("qkv_bias", True))),
         output_bias=bias,
-        mlp_bias=False,
         head_norm=architecture == QWEN3,
         windows=_windows(config),
         ropes=(hf,) * config.num_layers,
@@ -175,10 +174,7 @@ class Mixture(Llama):
         clips = self.config.hf.get("clip_qkv") is not None  # by torch, which a tape cannot record
         return super().recordable and not clips and all(mixture.recordable for mixture in mixtures)
 
-    def _layer(
-        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
-    ) -> LlamaLayer:
-        kind = LlamaLayer
-        if index in self._sparse:
-            kind = OlmoeLayer if self.config.architecture == OLMOE else MixtureLayer
-        return kind(self.config, variant, factory, index, cos_sin)
+    def _kind(self, index: int) -> type[LlamaLayer]:
+        if index not in self._sparse:
+            return LlamaLayer
+        return OlmoeLayer if self.config.architecture == OLMOE else MixtureLayer

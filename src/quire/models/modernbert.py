@@ -13,8 +13,7 @@ from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import rope_parameters
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
-from quire.weights.hyperparameters import MAX_LAYERS, checkpoint_dtype, head_size, number, positive
-from quire.weights.labels import read_labels
+from quire.weights.hyperparameters import model_config, number, positive, read_labels
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _THETA = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
@@ -31,20 +30,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(
             f"classifier_pooling={hf['classifier_pooling']!r} is not known: only cls and mean are"
         )
-    hidden_size, num_heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size({}, hidden_size, num_heads),
-        intermediate_size=positive(hf, "intermediate_size"),
-        max_position=positive(hf, "max_position_embeddings"),
-        dtype=checkpoint_dtype(hf),
-        hf=dict(hf),
-    )
+    config = model_config(architecture, hf)
     for kind in set(_kinds(config)):
         rope_parameters(_rope(hf, kind))  # an unknown rope type is refused before anything is loaded
     return config
@@ -94,9 +80,8 @@ class ModernBertLayer(Composite):
         eps = number(hf, "norm_eps", 1e-5)
         attention_bias, mlp_bias = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
         self._norm_bias = bool(hf.get("norm_bias", False))
-        self.attention_norm = (
-            factory.layer_norm(hidden, eps) if index > 0 else None
-        )  # the embeddings are normalised
+        # the embeddings are normalised already
+        self.attention_norm = factory.layer_norm(hidden, eps) if index > 0 else None
         self.qkv = factory.linear(3 * hidden, hidden, attention_bias)
         self.attention = factory.full_attention(config.num_heads, config.head_dim, reach, cos_sin)
         self.output = factory.linear(hidden, hidden, attention_bias)

@@ -138,9 +138,9 @@ def load_offloaded(
 ) -> Loaded:
     """As `loading.load`. ConfigError or WeightsError if memory, folder or disk are not enough."""
     model = build(describe(source.config), factory)
+    shared: dict[str, Any] = {"model": model, "device": factory.device, "offload": offload}
+    shared["make_copies"] = make_copies
     if offload.memory_bytes is None:
-        shared: dict[str, Any] = {"model": model, "device": factory.device, "offload": offload}
-        shared["make_copies"] = make_copies
         if mixtures := mixtures_of(model):
             shape = next(iter(mixtures.values())).shape
             expert_bytes = shape.expert_elements * factory.dtype.itemsize
@@ -149,14 +149,8 @@ def load_offloaded(
                 experts = _ExpertPinning(**shared, num_away=num_away, expert_bytes=expert_bytes)
                 return Loaded(model, experts.load(source, progress, seed))
         return Loaded(model, _Pinning(**shared).load(source, progress, seed))
-    filing = _Filing(
-        model=model,
-        device=factory.device,
-        offload=offload,
-        make_copies=make_copies,
-        files=LayerFiles(offload.folder, _key(source, factory, seed)),
-        memory_bytes=offload.memory_bytes,
-    )
+    files = LayerFiles(offload.folder, _key(source, factory, seed))
+    filing = _Filing(**shared, files=files, memory_bytes=offload.memory_bytes)
     return Loaded(model, filing.load(source, progress, seed))
 
 

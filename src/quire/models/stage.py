@@ -68,7 +68,7 @@ class Stage:
         return logits
 
     def loaders(self) -> dict[str, Loader]:
-        return {name: loader for name, loader in self._whole.loaders().items() if self._holds(name)}
+        return {name: loader for name, loader in self._whole.loaders().items() if holds(self._part, name)}
 
     def whole_loaders(self) -> dict[str, Loader]:
         """Of all stages: adapters are cut into blocks as a whole."""
@@ -82,10 +82,7 @@ class Stage:
         distribute(self._layers(), parameters)
 
     def _layers(self) -> dict[str, Stateful]:
-        return {name: layer for name, layer in self._whole._all_layers().items() if self._holds(name)}
-
-    def _holds(self, name: str) -> bool:
-        return holds(self._part, name)
+        return {name: layer for name, layer in self._whole._all_layers().items() if holds(self._part, name)}
 
 
 def holds(part: RankPart, name: str) -> bool:

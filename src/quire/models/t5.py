@@ -18,8 +18,8 @@ from quire.layers.parameters import Composite, Loader
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.weights.hyperparameters import (
     MAX_LAYERS,
-    checkpoint_dtype,
     first_token_id,
+    model_config,
     number,
     positive,
     token_ids,
@@ -27,9 +27,8 @@ from quire.weights.hyperparameters import (
 )
 
 TRAINED_POSITIONS = 512  # where config.json has no n_positions
-TIMES_TRAINED = (
-    4  # distances have no end: a prompt and its answer may be this many times longer than in training
-)
+# Distances have no end: a prompt and its answer may be this many times longer than in training.
+TIMES_TRAINED = 4
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -49,23 +48,16 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     max_position = TIMES_TRAINED * positive(hf, "n_positions", TRAINED_POSITIONS, 2**20)
     start = first_token_id(hf, "decoder_start_token_id")
     padding = whole(hf, "pad_token_id", 0)
-    heads = positive(hf, "num_heads")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=positive(hf, "d_model"),
-        num_layers=positive(
-            hf, "num_decoder_layers", positive(hf, "num_layers", high=MAX_LAYERS), MAX_LAYERS
-        ),
-        num_heads=heads,
-        num_kv_heads=heads,
+    num_layers = positive(hf, "num_layers", high=MAX_LAYERS)
+    return model_config(
+        architecture,
+        hf,
+        {"hidden_size": "d_model", "num_heads": "num_heads", "intermediate_size": "d_ff"},
+        num_layers=positive(hf, "num_decoder_layers", num_layers, MAX_LAYERS),
         head_dim=positive(hf, "d_kv"),
-        intermediate_size=positive(hf, "d_ff"),
         max_position=max_position,
-        dtype=checkpoint_dtype(hf),
         tie_word_embeddings=_is_tied(hf),
         eos_token_ids=token_ids(hf, "eos_token_id"),
-        hf=dict(hf),
         encoder=EncoderInput((padding if start is None else start,), padding, max_position, max_position),
     )
 
@@ -146,13 +138,12 @@ class T5Layer(Composite):
             f"{prefix}layer.0.layer_norm.weight": self.attention_norm.loader(),
             f"{mlp}layer_norm.weight": self.mlp_norm.loader(),
         }
-        for position, name in enumerate("qkv"):
-            first_row = position * self._width
-            loaders |= self.qkv.loaders(f"{prefix}layer.0.SelfAttention.{name}", first_row, self._width)
+        rows = {f"{prefix}layer.0.SelfAttention.{name}": self._width for name in "qkv"}
+        loaders |= self.qkv.part_loaders(rows)
         loaders |= self.output.loaders(f"{prefix}layer.0.SelfAttention.o")
         if self.gate_up is not None:
-            loaders |= self.gate_up.loaders(f"{mlp}DenseReluDense.wi_0", 0, self._inner)
-            loaders |= self.gate_up.loaders(f"{mlp}DenseReluDense.wi_1", self._inner, self._inner)
+            rows = {f"{mlp}DenseReluDense.{name}": self._inner for name in ("wi_0", "wi_1")}
+            loaders |= self.gate_up.part_loaders(rows)
         if self.up is not None:
             loaders |= self.up.loaders(f"{mlp}DenseReluDense.wi")
         return loaders | self.down.loaders(f"{mlp}DenseReluDense.wo")
@@ -188,8 +179,7 @@ class T5DecoderLayer(T5Layer):
         loaders = super().loaders(prefix)
         loaders[f"{prefix}layer.1.layer_norm.weight"] = self.cross_norm.loader()
         loaders |= self.cross_query.loaders(f"{name}q")
-        loaders |= self.cross_kv.loaders(f"{name}k", 0, self._width)
-        loaders |= self.cross_kv.loaders(f"{name}v", self._width, self._width)
+        loaders |= self.cross_kv.part_loaders({f"{name}k": self._width, f"{name}v": self._width})
         return loaders | self.cross_output.loaders(f"{name}o")
 
 

@@ -48,9 +48,8 @@ class WeightShape:
     groups: "tuple[WeightGroup, ...]"
     num_parameters: int
     num_bytes: int  # all that the engine keeps
-    read_bytes: (
-        int  # what a step of one token reads: embeddings are only gathered, unless the head shares them
-    )
+    # What a step of one token reads: embeddings are only gathered, unless the head shares them.
+    read_bytes: int
     read_parameters: int  # what one token is multiplied with
     experts: "ExpertWeights | None" = None  # of a mixture
     # of an encoder-decoder model: what prompts go through and decodes do not
@@ -109,7 +108,7 @@ def weight_shape(
     num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
     experts = _experts(built, loaders, parameters)
-    read_bytes = sum(_bytes(tensor) for name, tensor in parameters.items() if name not in gathered)
+    read_bytes = sum(tensor.nbytes for name, tensor in parameters.items() if name not in gathered)
     read_parameters = num_parameters - _gathered_once(parameters, gathered, model)
     if experts is not None:
         read_bytes -= round((1 - experts.share(1)) * experts.num_bytes)
@@ -117,13 +116,13 @@ def weight_shape(
     encoder_bytes = encoder_parameters = 0
     if isinstance(built, EncoderDecoder):
         encoder_bytes = sum(
-            _bytes(parameters[name]) for name in built.encoder_parameters() if name not in gathered
+            parameters[name].nbytes for name in built.encoder_parameters() if name not in gathered
         )
         encoder_parameters = sum(math.prod(loaders[name].shape) for name in built.encoder_loaders())
     return WeightShape(
         groups=weight_groups(built),
         num_parameters=num_parameters,
-        num_bytes=sum(_bytes(tensor) for tensor in parameters.values()),
+        num_bytes=sum(tensor.nbytes for tensor in parameters.values()),
         read_bytes=read_bytes - encoder_bytes,
         read_parameters=read_parameters - encoder_parameters,
         experts=experts,
@@ -143,7 +142,7 @@ def _experts(
         len(mixtures_of(built)),
         shape.top_k,
         sum(math.prod(loader.shape) for name, loader in loaders.items() if EXPERTS in name),
-        sum(_bytes(tensor) for name, tensor in parameters.items() if EXPERTS in name),
+        sum(tensor.nbytes for name, tensor in parameters.items() if EXPERTS in name),
     )
 
 
@@ -203,11 +202,11 @@ def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
     for (_, scheme), parts in encoded.items():
         main = next(parts[name] for name in MAIN if name in parts)
         num_weights = main.shape[0] * main.shape[1] * named(scheme).packing
-        yield scheme.partition("@")[0], num_weights, sum(_bytes(part) for part in parts.values())
+        yield scheme.partition("@")[0], num_weights, sum(part.nbytes for part in parts.values())
     if not encoded and state:
         largest = max(state.values(), key=Tensor.numel)
         scheme = str(largest.dtype).removeprefix("torch.").removesuffix("_e4m3fn")
-        yield scheme, largest.numel(), sum(_bytes(tensor) for tensor in state.values())
+        yield scheme, largest.numel(), sum(tensor.nbytes for tensor in state.values())
 
 
 def sized_model(
@@ -252,10 +251,6 @@ def _gathered_once(parameters: Mapping[str, Tensor], gathered: set[str], model: 
     return sum(sizes.values())
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class _Sized(NumberFormat):
     """A number format whose matrices have shapes but no content."""
 
@@ -290,18 +285,13 @@ class _Sized(NumberFormat):
 
 
 class _SizedInt8(Int8Matrix):
-    """As Int8Matrix keeps it; the kernel itself says how much packing pads."""
+    """As Int8Matrix keeps it."""
 
     def load_rows(self, first_row: int, rows: Tensor, first: int = 0, last: int | None = None) -> None:
         pass
 
     def state(self) -> dict[str, Tensor]:
-        with META:
-            return {
-                "packed": self._kernel.empty_packed(self.num_rows, self.num_columns),
-                "scales": torch.empty(self.num_rows, dtype=torch.float32),
-                "sums": torch.empty(self.num_rows, dtype=torch.int32),
-            }
+        return self.sized_state()
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         pass

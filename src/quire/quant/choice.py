@@ -13,8 +13,8 @@ from quire.quant.full import FullPrecision
 from quire.quant.int4 import GROUPS, Int4
 from quire.quant.int8 import Int8
 from quire.quant.llm_int8 import LlmInt8
-from quire.quant.packed import prefers_blocks
 from quire.quant.scaled import Scaled
+from quire.quant.schemes import prefers_blocks
 
 GGUF = "gguf"  # the method of GGUF files in `quantization_config`
 LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this order

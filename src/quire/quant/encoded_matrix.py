@@ -12,9 +12,8 @@ from quire.kernels import choose, native
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
-from quire.quant.packed import OPERATION, Packed, pack, serves_cpu
 from quire.quant.scaled import Scaled
-from quire.quant.schemes import from_parameters, parameter_names
+from quire.quant.schemes import OPERATION, Packed, from_parameters, pack, parameter_names, serves_cpu
 
 
 @dataclass(frozen=True, slots=True)

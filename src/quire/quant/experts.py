@@ -53,7 +53,7 @@ class Experts(ABC):
         routing: Routing,
         residual: Tensor,
         shared: Tensor | None,
-        clamped: ClampedGate | None = None,
+        clamped: ClampedGate | None,
     ) -> Tensor:
         """x [T, hidden] -> residual + the weighted sum of each token's experts (+ the shared expert's)."""
 
@@ -86,7 +86,7 @@ class StackedExperts(Experts):
         routing: Routing,
         residual: Tensor,
         shared: Tensor | None,
-        clamped: ClampedGate | None = None,
+        clamped: ClampedGate | None,
     ) -> Tensor:
         gate_up, down, away = self._placed or (*self._stacks(), None)
         return self._kernel.experts(
@@ -152,7 +152,7 @@ class SeparateExperts(Experts):
         routing: Routing,
         residual: Tensor,
         shared: Tensor | None,
-        clamped: ClampedGate | None = None,
+        clamped: ClampedGate | None,
     ) -> Tensor:
         if self.native and clamped is None:
             return self._kernel.int8_experts(

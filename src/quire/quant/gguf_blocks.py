@@ -103,9 +103,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales[:, :, None] * q).view(-1, 256)
 
 
-KINDS: dict[
-    str, tuple[int, int, Decode, tuple[int, ...]]
-] = {  # columns and bytes of a block; where its halves are
+# Columns and bytes of a block; its decoder; where its halves are.
+KINDS: dict[str, tuple[int, int, Decode, tuple[int, ...]]] = {
     "Q4_0": (32, 18, _q4_0, (0,)),
     "Q4_1": (32, 20, _q4_1, (0, 2)),
     "Q8_0": (32, 34, _q8_0, (0,)),

@@ -89,15 +89,17 @@ class Int8Matrix(Matrix):
         assert self._packed is not None, "a matrix must be loaded before it is kept"
         return {"packed": self._packed, "scales": self._scales, "sums": self._sums}
 
-    def adopt(self, state: Mapping[str, Tensor]) -> None:
-        check_state(
-            state,
-            {
+    def sized_state(self) -> dict[str, Tensor]:
+        """Shapes of `state` without content; the kernel itself says how much packing pads."""
+        with torch.device("meta"):
+            return {
                 "packed": self._kernel.empty_packed(self.num_rows, self.num_columns),
-                "scales": torch.empty(self.num_rows, dtype=torch.float32, device="meta"),
-                "sums": torch.empty(self.num_rows, dtype=torch.int32, device="meta"),
-            },
-        )
+                "scales": torch.empty(self.num_rows, dtype=torch.float32),
+                "sums": torch.empty(self.num_rows, dtype=torch.int32),
+            }
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        check_state(state, self.sized_state())
         self._packed, self._scales, self._sums = state["packed"], state["scales"], state["sums"]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.adapters.transport import describe_packed
+from quire.adapters.peft import describe_packed
 from quire.core.errors import DeviceMemoryFull, EngineDead
 from quire.core.step import Step, StepResult
 from quire.layers.factory import RankPart

@@ -16,7 +16,7 @@ from quire.text.prompts import PreparedPrompt, as_list, check_fits, prepare, rea
 from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import LONG, Tokenizer, special_tokens
-from quire.text.tools.formats import described
+from quire.text.tool_formats import described
 
 MAX_MESSAGES = 16_384  # of one conversation
 VERY_LONG = 1 << 18  # characters; such texts are tokenized one at a time

@@ -11,8 +11,8 @@ from quire.core.structured import StructuredOutput, nests_deeper
 from quire.grammar.matcher import WHITESPACE
 from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.schemas import served_schema
-from quire.text.tools.formats import HERMES_CLOSE, HERMES_OPEN, tool_parser
-from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser
+from quire.text.tool_formats import HERMES_CLOSE, HERMES_OPEN, tool_parser
+from quire.text.tool_parser import JsonArrayParser, NamedParser, ToolParser
 
 MAX_TOOLS = 128
 MAX_BYTES = 256 * 1024  # of all of them as JSON

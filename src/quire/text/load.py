@@ -34,26 +34,27 @@ def choose_tokenizer(options: ModelOptions, source: Source) -> Tokenizer | None:
 def tokenizer_files(options: ModelOptions, source: Source) -> TokenizerFiles:
     """The files of choose_tokenizer's tokenizer, to be sent to another process."""
     if options.tokenizer is None:
-        return TokenizerFiles(source.tokenizer_json(), source.tokenizer_config())
+        return _own_files(source)
     return _named_files(options.tokenizer, options.revision)
 
 
 def load_tokenizer(source: Source) -> Tokenizer | None:
     """The source's tokenizer; None if it has none (a folder of bare weights, a dummy)."""
-    text = source.tokenizer_json()
-    return None if text is None else Tokenizer(text, source.tokenizer_config())
+    return _own_files(source).tokenizer()
 
 
 def _named_files(name: str, revision: str | None) -> TokenizerFiles:
     path = Path(name).expanduser()
-    config: Mapping[str, Any]
     if path.suffix.lower() == ".gguf":
-        source = GgufSource(path)
-        text, config = source.tokenizer_json(), source.tokenizer_config()
+        files = _own_files(GgufSource(path))
     else:
         folder = path if path.is_dir() else snapshot_folder(name, revision=revision, with_weights=False)
         config = read_tokenizer_config(folder)
-        text = folder_tokenizer(folder, config)
-    if text is None:
+        files = TokenizerFiles(folder_tokenizer(folder, config), config)
+    if files.text is None:
         raise WeightsError(f"{name}: there is no tokenizer: give a folder, hub id or .gguf file with one")
-    return TokenizerFiles(text, config)
+    return files
+
+
+def _own_files(source: Source) -> TokenizerFiles:
+    return TokenizerFiles(source.tokenizer_json(), source.tokenizer_config())

@@ -18,8 +18,8 @@ from quire.text.reasoning import (
 )
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.text.tools.formats import TOOL_PARSERS, guessed_tool_parser, tool_markers
-from quire.text.tools.parser import ToolParser
+from quire.text.tool_formats import TOOL_PARSERS, guessed_tool_parser, tool_markers
+from quire.text.tool_parser import ToolParser
 
 NONE = "none"
 

@@ -201,11 +201,8 @@ def _environment() -> Any:
 
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # the same field in three dialects; the first is usual
+# The same field in three dialects; the first is usual.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:

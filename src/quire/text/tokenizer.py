@@ -50,9 +50,8 @@ class Tokenizer:
         self._inner.no_truncation()
         self.special_tokens = special_tokens(config or {})
         self._bytes: dict[int, bytes] = {}
-        self.whole_texts: dict[
-            int, str
-        ] = {}  # of byte-level tokens that end between characters; filled by decoders
+        # Of byte-level tokens that end between characters; filled by decoders.
+        self.whole_texts: dict[int, str] = {}
 
     @cached_property
     def vocab_size(self) -> int:

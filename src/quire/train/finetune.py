@@ -28,8 +28,7 @@ from quire.train.run_files import RunFiles
 from quire.train.settings import TrainSettings
 from quire.train.trainer import OnStep, Trainer
 from quire.train.zero import ShardedWeight, end_ranks, start_ranks
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 from quire.weights.wheel import Progress
 
 QLORA_BITS = 8  # a base with fewer is trained by QLoRA only

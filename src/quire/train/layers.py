@@ -18,7 +18,7 @@ from quire.layers.linear import OutputHead, TokenEmbedding
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.models.model import Layer
-from quire.quant.encoded import Encoded, Weight
+from quire.quant.encoded import Weight
 from quire.train import norm
 from quire.train.frozen import FrozenFormat, FrozenMatrix, Store, StoredWeight, keep
 
@@ -46,11 +46,6 @@ class StoredEmbedding(TokenEmbedding):
         return rows
 
 
-def _decoded(_: Encoded) -> Encoded | None:
-    """A table that comes encoded becomes floats."""
-    return None
-
-
 class StoredHead(OutputHead):
     """An output head that is tied to a StoredEmbedding."""
 
@@ -75,9 +70,7 @@ class TrainFactory(LayerFactory):
 
     def embedding(self, num_rows: int, width: int, first_row: int = 0, scale: float = 1.0) -> TokenEmbedding:
         kernel, store = self.kernel("embedding"), self._frozen.store_table
-        made = StoredEmbedding(
-            store, kernel, num_rows, width, self.dtype, self.device, False, first_row, _decoded, None, scale
-        )
+        made = StoredEmbedding(store, kernel, num_rows, width, self._frozen, self.device, first_row, scale)
         self.tables.append(made)
         return made
 

@@ -24,7 +24,7 @@ from quire.weights.source import Source
 
 IGNORED = -100  # a label without a loss
 LOSS_ROWS = 512  # tokens whose logits exist at once
-TRAINED = ("llama", "opt", "gpt2", "gpt_variants")  # files of models/
+TRAINED = ("llama", "gpt_variants")  # files of models/
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ transformers writes one per expert unless it is told otherwise; `save_original_f
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from quire.core.errors import WeightsError
-from quire.weights.gguf_file import GgufFile, TensorInfo
+from quire.weights.gguf_file import GgufKeys, TensorInfo
 
 GPT_OSS, MIXTRAL, OLMOE = "GptOssForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM"
 _STACKED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -89,15 +89,6 @@ def _checked_count(config: Mapping[str, Any], name: str, shape: Sequence[int]) -
 
 def _layer(match: re.Match[str]) -> str:
     return f"model.layers.{int(match[1])}."
-
-
-class GgufKeys(Protocol):
-    """Metadata below one architecture's prefix."""
-
-    file: GgufFile
-
-    def get(self, key: str) -> Any: ...
-    def number(self, key: str, default: Any = None) -> Any: ...
 
 
 def gguf_mixture(keys: GgufKeys, architecture: str, renormalize: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, Weight
 from quire.weights.experts import num_pieces, split
-from quire.weights.quantized.open import QuantizedWeights
+from quire.weights.quantized import QuantizedWeights
 from quire.weights.quantized.reader import Header
 from quire.weights.text_files import damaged, read_json, read_text
 from quire.weights.tokenizer_files import folder_tokenizer
@@ -53,9 +53,8 @@ class FolderSource:
         self._opened: dict[Path, Any] = {}  # mapped files, by need
         self.fingerprint = _fingerprint(self.config, self._shards)
         entries = {name: entry for shard in self._shards for name, entry in shard.entries.items()}
-        if self.config.get(
-            "is_encoder_decoder"
-        ):  # transformers writes tie_word_embeddings=true for all of them
+        if self.config.get("is_encoder_decoder"):
+            # transformers writes tie_word_embeddings=true for all of them
             self.config = {**self.config, "has_tied_head": "lm_head.weight" not in entries}
         self._quantized = self._open_quantized(entries)
         self._floats = {

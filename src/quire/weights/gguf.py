@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,20 +18,23 @@ from quire.kernels.native import default_num_threads
 from quire.quant.encoded import Encoded, Weight
 from quire.quant.gguf_blocks import KINDS, GgufBlocks
 from quire.weights.cache import tokenizers_folder
-from quire.weights.experts import GPT_OSS, MIXTRAL, OLMOE, gguf_mixture, split_gguf
+from quire.weights.experts import split_gguf
 from quire.weights.gguf_decoders import (
     DECODERS,
     DERIVED,
+    LLAMA_BLOCK,
+    LLAMA_TOP,
+    MIXTURES,
+    OTHERS,
     PAIRED,
     PREFIXES,
+    ROTATED_WHOLE,
     TOPS,
     block_names,
-    encoder_config,
     family_layout,
     partial_rotation,
-    t5_config,
 )
-from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
+from quire.weights.gguf_file import GgufFile, GgufKeys, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
 from quire.weights.gguf_tokenizer import tokenizer_text
 
@@ -202,8 +205,8 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: one of {metadata['split.count']} parts of a split GGUF: "
             "join them first with `llama-gguf-split --merge`"
         )
-    keys = _Keys(file, architecture)
-    config = _BUILDERS[architecture](keys) if architecture in _BUILDERS else _family(keys)
+    keys = GgufKeys(file, architecture)
+    config = OTHERS[architecture](keys) if architecture in OTHERS else _family(keys)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: no tensor 'token_embd.weight': this is not a whole language model")
@@ -215,7 +218,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     )
     large = sum(tensor.num_bytes for tensor in blocks) >= _LARGE
     # Of experts, only int8 on a CPU and 16 bits on a GPU have grouped GEMMs.
-    if large and architecture not in ("gpt2", *_ENCODERS) and f"{architecture}.expert_count" not in metadata:
+    if (
+        large
+        and architecture not in ("gpt2", "bert", "modern-bert")
+        and f"{architecture}.expert_count" not in metadata
+    ):
         config["quantization_config"] = {"quant_method": "gguf"}
     for word in ("bos", "eos"):
         config[f"{word}_token_id"] = token_id_of(metadata, word)
@@ -229,60 +236,12 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
 
 
-class _Keys:
-    """The metadata below one architecture's prefix."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file, self.architecture = file, architecture
-
-    def get(self, key: str) -> Any:
-        return self.file.metadata.get(f"{self.architecture}.{key}")
-
-    def number(self, key: str, default: Any = None) -> Any:
-        """One number; a list with one value per layer is taken if all are equal."""
-        value = self.get(key)
-        if isinstance(value, np.ndarray):
-            if len(value) == 0 or (value != value[0]).any():
-                raise self.error(f"{self.architecture}.{key} differs from layer to layer: not supported")
-            value = value[0].item()
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(f"no {self.architecture}.{key} in its metadata: convert the model again")
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.error(
-                f"{self.architecture}.{key} is {value!r}, which must be a number: convert the model again"
-            )
-        # GGUF keeps float32; 1e-05 shall come back as 1e-05
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def has(self, suffix: str, prefix: str = "blk.0.") -> bool:
-        return f"{prefix}{suffix}" in self.file.tensors
-
-    def rows(self, name: str) -> int:
-        """Of a matrix; older conversions wrote one of a single row as a vector."""
-        shape = self.file.tensors[name].shape
-        return shape[0] if len(shape) > 1 else 1
-
-    def floats(self, name: str) -> np.ndarray | None:
-        """A small tensor of float32, None where the file has none of this name."""
-        tensor = self.file.tensors.get(name)
-        if tensor is None:
-            return None
-        if tensor.type_name != "F32":
-            raise self.error(f"{name} is {tensor.type_name}, not F32: convert the model again")
-        return np.frombuffer(self.file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
-
-    def error(self, problem: str) -> ModelError:
-        return ModelError(f"{self.file.path}: {problem}")
-
-
-def _decoder(keys: _Keys) -> dict[str, Any]:
+def _decoder(keys: GgufKeys) -> dict[str, Any]:
     """What most decoders have in common."""
     hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     head_dim = keys.number("attention.key_length", hidden // heads if heads else 0)
     rotated = keys.number("rope.dimension_count", head_dim)
-    partial = keys.architecture in DECODERS and rotated < head_dim
+    partial = keys.architecture not in ROTATED_WHOLE and rotated < head_dim
     for key in ("rope.dimension_count", "attention.value_length"):
         if keys.number(key, head_dim) != head_dim and not (partial and key.startswith("rope")):
             raise keys.error(f"{keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}")
@@ -304,117 +263,18 @@ def _decoder(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _family(keys: _Keys) -> dict[str, Any]:
-    if keys.get("expert_count"):
+def _family(keys: GgufKeys) -> dict[str, Any]:
+    if keys.get("expert_count") and keys.architecture not in MIXTURES:
         raise keys.error(f"{keys.get('expert_count')} experts per layer: not known of {keys.architecture}")
     architecture, model_type, other = DECODERS[keys.architecture]
     basic = _decoder(keys)
     return {"architectures": [architecture], "model_type": model_type, **basic, **other(keys, basic)}
 
 
-def _llama(keys: _Keys) -> dict[str, Any]:
-    if keys.get("expert_count"):
-        window = keys.get("attention.sliding_window")
-        mixture = {**_decoder(keys), **gguf_mixture(keys, MIXTRAL, True)}
-        return {"model_type": "mixtral", **mixture, "sliding_window": window or None}
-    # only Mistral has one among the models that call themselves llama
-    window = keys.get("attention.sliding_window")
-    name = "Mistral" if window else "Llama"
-    return {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
-        **_decoder(keys),
-        **({"sliding_window": window} if window else {}),
-        "attention_bias": keys.has("attn_q.bias"),
-        "mlp_bias": keys.has("ffn_up.bias"),
-    }
+ARCHITECTURES = frozenset((*OTHERS, *DECODERS))
 
 
-def _qwen2(keys: _Keys) -> dict[str, Any]:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_decoder(keys)}
-
-
-def _qwen3(keys: _Keys) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **_decoder(keys),
-        "attention_bias": keys.has("attn_q.bias"),
-    }
-
-
-def _qwen2moe(keys: _Keys) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2_moe",
-        **_decoder(keys),
-        **gguf_mixture(keys, "Qwen2MoeForCausalLM", False),
-        "qkv_bias": keys.has("attn_q.bias"),
-    }
-
-
-def _qwen3moe(keys: _Keys) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3_moe",
-        **_decoder(keys),
-        **gguf_mixture(keys, "Qwen3MoeForCausalLM", True),
-        "attention_bias": keys.has("attn_q.bias"),
-    }
-
-
-def _olmoe(keys: _Keys) -> dict[str, Any]:
-    return {
-        "model_type": "olmoe",
-        **_decoder(keys),
-        **gguf_mixture(keys, OLMOE, False),
-        "clip_qkv": keys.get("attention.clamp_kqv"),
-    }
-
-
-def _gpt_oss(keys: _Keys) -> dict[str, Any]:
-    basic = _decoder(keys)
-    if basic["rope_scaling"] is not None:
-        basic["rope_scaling"]["truncate"] = False  # which files do not say
-    window = {"sliding_window": keys.number("attention.sliding_window", 128)}
-    return {
-        "model_type": "gpt_oss",
-        **basic,
-        **gguf_mixture(keys, GPT_OSS, True),
-        **window,
-        "gguf_experts": True,
-    }
-
-
-def _gpt2(keys: _Keys) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": keys.number("embedding_length"),
-        "n_inner": keys.number("feed_forward_length"),
-        "n_layer": keys.number("block_count"),
-        "n_head": keys.number("attention.head_count"),
-        "n_positions": keys.number("context_length"),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-    }
-
-
-_ENCODERS = ("bert", "modern-bert")
-_BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "olmoe": _olmoe,
-    "gpt2": _gpt2,
-    "gpt-oss": _gpt_oss,
-    **dict.fromkeys(_ENCODERS, encoder_config),
-    "t5": t5_config,
-}
-ARCHITECTURES = frozenset((*_BUILDERS, *DECODERS))
-
-
-def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(keys: GgufKeys, head_dim: int) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type") or "none"
     if "rope_freqs.weight" in keys.file.tensors:
         return _llama3_scaling(keys, head_dim)
@@ -440,7 +300,7 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
     return scaling
 
 
-def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
+def _llama3_scaling(keys: GgufKeys, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling from `rope_freqs.weight`, which holds only its effect: a divisor per frequency."""
     divisors = keys.floats("rope_freqs.weight")
     assert divisors is not None
@@ -474,49 +334,15 @@ def _dtype(file: GgufFile) -> str:
     return _FLOAT_DTYPES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
-_LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LLAMA_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GPT2_TOP = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
-_GPT2_BLOCK = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-_DERIVED = ("rope_freqs", "attn_rot_embd", *DERIVED)  # follow from the config; no checkpoint has them
-
-
 def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -> str | None:
     """The canonical name; None for a tensor that no checkpoint has; ModelError for an unknown one."""
     stem, _, suffix = name.rpartition(".")
     if config.get("model_type") == "distilbert":
         architecture = "distilbert"
-    top = TOPS.get(architecture, _LLAMA_TOP)
-    block = {**_LLAMA_BLOCK, **block_names(architecture, config)}
+    top, block = TOPS.get(architecture, LLAMA_TOP), {**LLAMA_BLOCK, **block_names(architecture, config)}
     half, _, rest = stem.partition("blk.")  # T5 has "enc." and "dec." in front
     prefix = PREFIXES.get(half or architecture, "model.layers")
-    if architecture == "gpt2":
-        top, block, prefix = _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
-    if stem.split(".")[-1] in _DERIVED:
+    if stem.split(".")[-1] in DERIVED:
         return None
     if stem in top:
         return f"{top[stem]}.{suffix}"

@@ -2,30 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.errors import ModelError
-from quire.weights.gguf_file import StringArray
-from quire.weights.labels import MAX_LABELS
+from quire.weights.experts import GPT_OSS, MIXTRAL, OLMOE, gguf_mixture
+from quire.weights.gguf_file import GgufKeys, StringArray
+from quire.weights.hyperparameters import MAX_LABELS
 
 Config = dict[str, Any]
-
-
-class Metadata(Protocol):
-    """The metadata below an architecture's prefix, and the file's small tensors."""
-
-    architecture: str
-
-    def get(self, key: str) -> Any: ...
-    def number(self, key: str, default: Any = None) -> Any: ...
-    def has(self, suffix: str, prefix: str = ...) -> bool: ...
-    def rows(self, name: str) -> int: ...
-    def floats(self, name: str) -> np.ndarray | None: ...
-    def error(self, problem: str) -> ModelError: ...
 
 
 def partial_rotation(rotated: int, head_dim: int) -> float:
@@ -33,7 +19,7 @@ def partial_rotation(rotated: int, head_dim: int) -> float:
     return 1.0 if rotated >= head_dim else math.nextafter(rotated / head_dim, 1.0)
 
 
-def _phi3(keys: Metadata, basic: Config) -> Config:
+def _phi3(keys: GgufKeys, basic: Config) -> Config:
     original = keys.number("rope.scaling.original_context_length", basic["max_position_embeddings"])
     config = {"original_max_position_embeddings": original}
     if window := keys.get("attention.sliding_window"):
@@ -47,10 +33,9 @@ def _phi3(keys: Metadata, basic: Config) -> Config:
     return config
 
 
-def _granite(keys: Metadata, basic: Config) -> Config:
+def _granite(keys: GgufKeys, basic: Config) -> Config:
     return {
-        "attention_bias": keys.has("attn_q.bias"),
-        "mlp_bias": keys.has("ffn_up.bias"),
+        **_biased(keys, basic),
         "attention_multiplier": keys.number("attention.scale", basic["head_dim"] ** -0.5),
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
         "residual_multiplier": keys.number("residual_scale", 1.0),
@@ -58,11 +43,49 @@ def _granite(keys: Metadata, basic: Config) -> Config:
     }
 
 
-def _biased(keys: Metadata, basic: Config) -> Config:
+def _biased(keys: GgufKeys, basic: Config) -> Config:
     return {"attention_bias": keys.has("attn_q.bias"), "mlp_bias": keys.has("ffn_up.bias")}
 
 
-def _olmo2(keys: Metadata, basic: Config) -> Config:
+def _llama(keys: GgufKeys, basic: Config) -> Config:
+    """Of the models that call themselves llama, Mixtral has experts, and among the others only Mistral a window."""
+    window = keys.get("attention.sliding_window")
+    if keys.get("expert_count"):
+        mixture = gguf_mixture(keys, MIXTRAL, True)
+        return {"model_type": "mixtral", **mixture, "sliding_window": window or None}
+    config = _biased(keys, basic)
+    if window:
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return config
+
+
+def _qwen2(keys: GgufKeys, basic: Config) -> Config:
+    return {}
+
+
+def _qwen2moe(keys: GgufKeys, basic: Config) -> Config:
+    return {**gguf_mixture(keys, "Qwen2MoeForCausalLM", False), "qkv_bias": keys.has("attn_q.bias")}
+
+
+def _qwen3moe(keys: GgufKeys, basic: Config) -> Config:
+    return {**gguf_mixture(keys, "Qwen3MoeForCausalLM", True), "attention_bias": keys.has("attn_q.bias")}
+
+
+def _olmoe(keys: GgufKeys, basic: Config) -> Config:
+    return {**gguf_mixture(keys, OLMOE, False), "clip_qkv": keys.get("attention.clamp_kqv")}
+
+
+def _gpt_oss(keys: GgufKeys, basic: Config) -> Config:
+    scaling, window = basic["rope_scaling"], keys.number("attention.sliding_window", 128)
+    return {
+        **gguf_mixture(keys, GPT_OSS, True),
+        "rope_scaling": scaling and {**scaling, "truncate": False},  # which files do not say
+        "sliding_window": window,
+        "gguf_experts": True,
+    }
+
+
+def _olmo2(keys: GgufKeys, basic: Config) -> Config:
     """OLMo 3 is an OLMo 2 with windows; unlike elsewhere, its attention factor is config.json's own."""
     config, window = _biased(keys, basic), keys.get("attention.sliding_window")
     if not window:
@@ -76,11 +99,11 @@ def _olmo2(keys: Metadata, basic: Config) -> Config:
     return config
 
 
-def _gemma(keys: Metadata, basic: Config) -> Config:
+def _gemma(keys: GgufKeys, basic: Config) -> Config:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
 
-def _gemma2(keys: Metadata, basic: Config) -> Config:
+def _gemma2(keys: GgufKeys, basic: Config) -> Config:
     """The files do not say by what scores are divided: the largest models have another value than the head's size."""
     largest = {"gemma2": 46, "gemma3": 62}[keys.architecture]  # layers of the 27B models
     by_hidden = basic["num_hidden_layers"] == largest
@@ -98,7 +121,7 @@ def _gemma2(keys: Metadata, basic: Config) -> Config:
     }
 
 
-def _gemma3(keys: Metadata, basic: Config) -> Config:
+def _gemma3(keys: GgufKeys, basic: Config) -> Config:
     pattern = keys.get("attention.sliding_window_pattern")
     config = {**_gemma2(keys, basic), "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0)}
     if isinstance(pattern, int) and not isinstance(pattern, bool):
@@ -108,7 +131,7 @@ def _gemma3(keys: Metadata, basic: Config) -> Config:
     return config
 
 
-def _starcoder2(keys: Metadata, basic: Config) -> Config:
+def _starcoder2(keys: GgufKeys, basic: Config) -> Config:
     return {
         "norm_epsilon": basic["rms_norm_eps"],
         "use_bias": keys.has("attn_q.bias"),
@@ -117,7 +140,7 @@ def _starcoder2(keys: Metadata, basic: Config) -> Config:
     }
 
 
-def _neox(keys: Metadata, basic: Config) -> Config:
+def _neox(keys: GgufKeys, basic: Config) -> Config:
     return {
         "layer_norm_eps": basic["rms_norm_eps"],
         "use_parallel_residual": bool(keys.get("use_parallel_residual")),
@@ -126,7 +149,7 @@ def _neox(keys: Metadata, basic: Config) -> Config:
     }
 
 
-def _falcon(keys: Metadata, basic: Config) -> Config:
+def _falcon(keys: GgufKeys, basic: Config) -> Config:
     kv_heads = basic["num_key_value_heads"]
     return {
         "layer_norm_epsilon": basic["rms_norm_eps"],
@@ -139,7 +162,7 @@ def _falcon(keys: Metadata, basic: Config) -> Config:
     }
 
 
-def _bloom(keys: Metadata, basic: Config) -> Config:
+def _bloom(keys: GgufKeys, basic: Config) -> Config:
     return {
         "layer_norm_epsilon": basic["rms_norm_eps"],
         "n_inner": basic["intermediate_size"],
@@ -147,7 +170,21 @@ def _bloom(keys: Metadata, basic: Config) -> Config:
     }
 
 
-def t5_config(keys: Metadata) -> Config:
+def _gpt2(keys: GgufKeys) -> Config:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": keys.number("embedding_length"),
+        "n_inner": keys.number("feed_forward_length"),
+        "n_layer": keys.number("block_count"),
+        "n_head": keys.number("attention.head_count"),
+        "n_positions": keys.number("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+def _t5(keys: GgufKeys) -> Config:
     """The files do not name the activation: by llama.cpp a gate has GELU and a plain matrix ReLU."""
     if keys.has("attn_rel_b.weight", "enc.blk.1."):
         raise keys.error(
@@ -172,7 +209,7 @@ def t5_config(keys: Metadata) -> Config:
     }
 
 
-def encoder_config(keys: Metadata) -> Config:
+def _encoder(keys: GgufKeys) -> Config:
     """BERT; RoBERTa too, whose table of positions begins with the first token's in GGUF, and whose classifier is BERT's
     by other names; DistilBERT, which has no token types; or ModernBERT."""
     hidden, inner = keys.number("embedding_length"), keys.number("feed_forward_length")
@@ -212,7 +249,7 @@ def encoder_config(keys: Metadata) -> Config:
     }
 
 
-def _classifier(keys: Metadata) -> tuple[str, Config]:
+def _classifier(keys: GgufKeys) -> tuple[str, Config]:
     """The end of the architecture's name, and what config.json has of the classes."""
     parts = [name for name in ("cls.weight", "cls.output.weight") if keys.has(name, "")]
     if not parts:
@@ -239,30 +276,53 @@ def _classifier(keys: Metadata) -> tuple[str, Config]:
 
 
 # By GGUF's name: the architecture, its model_type, and what its config.json has beside the usual sizes.
-DECODERS: dict[str, tuple[str, str, Callable[[Metadata, Config], Config]]] = {
+DECODERS: dict[str, tuple[str, str, Callable[[GgufKeys, Config], Config]]] = {
     "bloom": ("BloomForCausalLM", "bloom", _bloom),
     "falcon": ("FalconForCausalLM", "falcon", _falcon),
     "gemma": ("GemmaForCausalLM", "gemma", _gemma),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "gpt-oss": (GPT_OSS, "gpt_oss", _gpt_oss),
     "gptneox": ("GPTNeoXForCausalLM", "gpt_neox", _neox),
     "granite": ("GraniteForCausalLM", "granite", _granite),
+    "llama": ("LlamaForCausalLM", "llama", _llama),
     "olmo2": ("Olmo2ForCausalLM", "olmo2", _olmo2),
+    "olmoe": (OLMOE, "olmoe", _olmoe),
     "phi3": ("Phi3ForCausalLM", "phi3", _phi3),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", _qwen2),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2moe),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", _biased),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3moe),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3", _biased),
     "starcoder2": ("Starcoder2ForCausalLM", "starcoder2", _starcoder2),
 }
 
-_MEGATRON = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_MEGATRON_MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
-_FALCON = {**_MEGATRON, **_MEGATRON_MLP, "attn_qkv": "self_attention.query_key_value"}
-_FALCON["attn_output"] = "self_attention.dense"
-_NEOX = {
-    **_MEGATRON,
-    **_MEGATRON_MLP,
-    "attn_qkv": "attention.query_key_value",
-    "attn_output": "attention.dense",
+OTHERS: dict[str, Callable[[GgufKeys], Config]] = {
+    "bert": _encoder,
+    "gpt2": _gpt2,
+    "modern-bert": _encoder,
+    "t5": _t5,
 }
+MIXTURES = ("gpt-oss", "llama", "olmoe", "qwen2moe", "qwen3moe")  # may have experts
+ROTATED_WHOLE = (*MIXTURES, "qwen2", "qwen3")  # whose heads are never rotated in part
+
+LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LLAMA_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_MEGATRON = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_FALCON = _MEGATRON | {"attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
+_NEOX = _MEGATRON | {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"}
 _TRANSFORMER = {
     "token_embd": "transformer.word_embeddings",
     "output_norm": "transformer.ln_f",
@@ -290,6 +350,12 @@ TOPS: Mapping[str, Mapping[str, str]] = {
     },
     "bloom": {**_TRANSFORMER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
     "falcon": _TRANSFORMER,
+    "gpt2": {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
     "gptneox": {
         "token_embd": "gpt_neox.embed_in",
         "output_norm": "gpt_neox.final_layer_norm",
@@ -343,6 +409,14 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
     "falcon": _FALCON,
     "gemma2": {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+    "gpt2": {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
     "gptneox": _NEOX,
     "olmo2": _AFTER,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -353,13 +427,14 @@ PREFIXES = {
     "distilbert": "transformer.layer",
     "bloom": "transformer.h",
     "falcon": "transformer.h",
+    "gpt2": "transformer.h",
     "gptneox": "gpt_neox.layers",
     "enc.": "encoder.block",  # T5's two halves
     "dec.": "decoder.block",
 }
 PAIRED = ("llama", "granite", "smollm3")  # rows of q and k are ordered for rotation over neighbours
 # Part of the config, or, the last, of T5's first checkpoints, which do not use it either.
-DERIVED = ("rope_factors_long", "rope_factors_short", "cross_attn_rel_b")
+DERIVED = ("rope_freqs", "attn_rot_embd", "rope_factors_long", "rope_factors_short", "cross_attn_rel_b")
 
 
 def block_names(architecture: str, config: Mapping[str, Any]) -> Mapping[str, str]:

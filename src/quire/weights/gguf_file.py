@@ -5,6 +5,7 @@ walks the header in milliseconds, decodes long string arrays on demand, and need
 """
 
 import hashlib
+import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -221,14 +222,59 @@ class _Reader:
                 "use a file in another quantization, such as Q8_0 or Q4_K_M"
             )
         type_name, block, block_bytes = TENSOR_TYPES[kind]
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
         if shape and shape[-1] % block:
             raise ValueError(
                 f"tensor {name!r}: rows of {shape[-1]} do not divide into {type_name} blocks of {block}"
             )
-        return TensorInfo(name, shape, kind, start, num_elements // block * block_bytes)
+        return TensorInfo(name, shape, kind, start, math.prod(shape) // block * block_bytes)
+
+
+class GgufKeys:
+    """The metadata below one architecture's prefix."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file, self.architecture = file, architecture
+
+    def get(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """One number; a list with one value per layer is taken if all are equal."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray):
+            if len(value) == 0 or (value != value[0]).any():
+                raise self.error(f"{self.architecture}.{key} differs from layer to layer: not supported")
+            value = value[0].item()
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"no {self.architecture}.{key} in its metadata: convert the model again")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.error(
+                f"{self.architecture}.{key} is {value!r}, which must be a number: convert the model again"
+            )
+        # GGUF keeps float32; 1e-05 shall come back as 1e-05
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    def has(self, suffix: str, prefix: str = "blk.0.") -> bool:
+        return f"{prefix}{suffix}" in self.file.tensors
+
+    def rows(self, name: str) -> int:
+        """Of a matrix; older conversions wrote one of a single row as a vector."""
+        shape = self.file.tensors[name].shape
+        return shape[0] if len(shape) > 1 else 1
+
+    def floats(self, name: str) -> np.ndarray | None:
+        """A small tensor of float32, None where the file has none of this name."""
+        tensor = self.file.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.type_name != "F32":
+            raise self.error(f"{name} is {tensor.type_name}, not F32: convert the model again")
+        return np.frombuffer(self.file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
+
+    def error(self, problem: str) -> ModelError:
+        return ModelError(f"{self.file.path}: {problem}")
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -72,13 +72,12 @@ def snapshot_folder(
     the cached copy is used. Raises WeightsError with one line otherwise.
     """
     try:
-        from huggingface_hub import constants, errors, snapshot_download
+        from huggingface_hub import snapshot_download
     except ImportError as error:
         raise WeightsError(
             f"{model!r} is no folder or file here, and fetching it from the hub needs huggingface_hub: "
             "pip install huggingface_hub"
         ) from error
-    wanted = f"{model}@{revision}" if revision else model
     try:
         folder = snapshot_download(
             model,
@@ -87,31 +86,30 @@ def snapshot_folder(
             ignore_patterns=list(_COPIES),
             etag_timeout=_ANSWER_SECONDS,
         )
-    except errors.HFValidationError as error:
-        raise WeightsError(
-            f"{model!r} is no folder or file here and no hub id (owner/name): check the path"
-        ) from error
-    except errors.GatedRepoError as error:
-        raise WeightsError(f"{wanted} is gated: accept its terms on the hub and set HF_TOKEN") from error
-    except errors.RepositoryNotFoundError as error:
-        raise WeightsError(
-            f"{wanted} does not exist on the hub, or needs HF_TOKEN: check the spelling"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise WeightsError(f"{model} has no revision {revision!r} on the hub: check --revision") from error
-    except errors.LocalEntryNotFoundError as error:
-        if constants.is_offline_mode():
-            raise WeightsError(
-                f"{wanted} is no folder or file here and not in the hub's cache, and HF_HUB_OFFLINE is set: "
-                "unset it once to fetch the model, or give a folder"
-            ) from error
-        raise WeightsError(
-            f"{wanted} is no folder or file here and not in the hub's cache, and no hub answers "
-            f"({_root(error)}): check the path or the network"
-        ) from error
     except Exception as error:  # the hub's HTTP library is an implementation detail
-        raise WeightsError(f"{wanted} could not be fetched from the hub: {_root(error)}") from error
+        raise WeightsError(_reason(error, model, revision)) from error
     return Path(folder)
+
+
+def _reason(error: Exception, model: str, revision: str | None) -> str:
+    """Why there is no such folder, and what to do."""
+    from huggingface_hub import constants, errors
+
+    wanted = f"{model}@{revision}" if revision else model
+    if isinstance(error, errors.HFValidationError):
+        return f"{model!r} is no folder or file here and no hub id (owner/name): check the path"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{wanted} is gated: accept its terms on the hub and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{wanted} does not exist on the hub, or needs HF_TOKEN: check the spelling"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{model} has no revision {revision!r} on the hub: check --revision"
+    if not isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{wanted} could not be fetched from the hub: {_root(error)}"
+    missing = f"{wanted} is no folder or file here and not in the hub's cache, and"
+    if constants.is_offline_mode():
+        return f"{missing} HF_HUB_OFFLINE is set: unset it once to fetch the model, or give a folder"
+    return f"{missing} no hub answers ({_root(error)}): check the path or the network"
 
 
 def _root(error: BaseException) -> str:

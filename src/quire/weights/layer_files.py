@@ -6,7 +6,6 @@ was cut or changed since is found when an engine starts, and made again.
 
 import json
 import mmap
-import os
 import shutil
 import tempfile
 import zlib
@@ -25,7 +24,6 @@ logger = get_logger(__name__)
 
 VERSION = 2  # raise it when the files change their form or meaning
 FIRST_BYTE = 256 << 10  # of the layer; the description comes before: 700 experts in int8 take so much
-AT_A_TIME = 16 << 20  # bytes per system call and per piece of the checksum
 CHECKED_AT_A_TIME = 1 << 20  # bytes of memory that checking a file takes
 MARGIN = 64 << 20  # a disk is not filled to its last byte
 
@@ -72,7 +70,7 @@ class LayerFiles:
             "key": self.key,
             "layer": layer,
             "num_bytes": len(data),
-            "crc32": _checksum(data),
+            "crc32": zlib.crc32(data),
             "parts": described,
         }
         text = json.dumps(header, separators=(",", ":")).encode().ljust(FIRST_BYTE)
@@ -84,8 +82,7 @@ class LayerFiles:
         try:
             with replacing(path) as file:
                 file.write(text)
-                for first in range(0, len(data), AT_A_TIME):
-                    file.write(data[first : first + AT_A_TIME])
+                file.write(data)
         except OSError as error:
             raise WeightsError(
                 f"layer {layer} cannot be written to {path.parent} ({error.strerror}): free some room, or choose "
@@ -96,17 +93,10 @@ class LayerFiles:
         """Fills piece [n] uint8 in host memory. WeightsError if the file is gone or cut."""
         path = self.path(layer)
         data = _bytes_of(piece)
-        done = 0
         try:
-            number = os.open(path, os.O_RDONLY)
-            try:
-                while done < len(data):
-                    count = os.preadv(number, [data[done : done + AT_A_TIME]], FIRST_BYTE + done)
-                    if count == 0:
-                        break
-                    done += count
-            finally:
-                os.close(number)
+            with path.open("rb") as file:
+                file.seek(FIRST_BYTE)
+                done = file.readinto(data)
         except OSError as error:
             raise WeightsError(
                 f"layer {layer} cannot be read from {path} ({error.strerror}): start again, which rewrites it"
@@ -148,10 +138,3 @@ def _bytes_of(piece: Tensor) -> memoryview:
     """A view, not a copy."""
     array: Any = piece.numpy()
     return memoryview(array)
-
-
-def _checksum(data: memoryview) -> int:
-    checksum = 0
-    for first in range(0, len(data), AT_A_TIME):
-        checksum = zlib.crc32(data[first : first + AT_A_TIME], checksum)
-    return checksum

@@ -11,10 +11,9 @@ from quire.weights.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, tokenize
 from quire.weights.text_files import damaged, read_json, read_text
 
 # How text is cut into words, by tokenizer_config.json's tokenizer_class, else config.json's model_type.
-_SPLITS = {"gpt2tokenizer": "gpt-2", "qwen2tokenizer": "qwen2", "gpt2": "gpt-2", "opt": "gpt-2"} | {
-    "qwen2": "qwen2",
-    "qwen3": "qwen2",
-}
+_SPLITS = dict.fromkeys(("gpt2tokenizer", "gpt2", "opt"), "gpt-2") | dict.fromkeys(
+    ("qwen2tokenizer", "qwen2", "qwen3"), "qwen2"
+)
 _BPE = 2  # of SentencePiece's two kinds of model
 _WHAT_TO_DO = (
     "save its tokenizer.json with transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…), or give a folder "
@@ -220,6 +219,5 @@ def wordpiece_json(vocab_txt: str, config: Mapping[str, Any]) -> str:
 
 
 def _special_token(config: Mapping[str, Any], name: str) -> str:
-    named = config.get(f"{name}_token")
-    content = named.get("content") if isinstance(named, Mapping) else named
-    return content if isinstance(content, str) else f"[{name.upper()}]"
+    content = _content(config.get(f"{name}_token"))
+    return f"[{name.upper()}]" if content is None else content

@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.bench.capacity import device_of, find_gpu, floor_of, plan_capacity
 from quire.bench.machine import describe_machine, describe_versions
 from quire.core.config import EngineConfig
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from quire.core.structured import StructuredOutput
 from quire.grammar.matcher import GrammarError, Matcher, compile_matcher, make_tokenizer
 from quire.grammar.vocabulary import Vocabulary
 from quire.text.load import load_tokenizer
-from quire.weights.open import open_source
+from quire.weights.source import open_source
 
 TREE = {
     "$ref": "#/$defs/node",

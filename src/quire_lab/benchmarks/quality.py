@@ -29,8 +29,7 @@ from quire.models.loading import load
 from quire.models.registry import describe
 from quire.models.weight_shape import weight_shape
 from quire.text.load import load_tokenizer
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 from quire_lab.benchmarks.compare_cpu.__main__ import ROOT, describe_model, find_model, peer_python
 from quire_lab.measure.formats import FORMATS, format_named
 from quire_lab.measure.quality import (

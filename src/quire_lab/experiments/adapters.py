@@ -56,9 +56,9 @@ def write_adapters(folder: Path, engine: Engine, count: int, ranks: tuple[int, .
         tensors = {}
         for site in sites:
             prefix = f"base_model.model.{site.name}"
-            a = torch.randn(rank, site.num_in, generator=generator) * site.num_in**-0.5
+            a = torch.randn(rank, site.num_inputs, generator=generator) * site.num_inputs**-0.5
             tensors[f"{prefix}.lora_A.weight"] = a.to(torch.bfloat16)
-            b = torch.randn(site.num_out, rank, generator=generator) * 0.01
+            b = torch.randn(site.num_outputs, rank, generator=generator) * 0.01
             tensors[f"{prefix}.lora_B.weight"] = b.to(torch.bfloat16)
         save_file(tensors, target / "adapter_model.safetensors")
     return names

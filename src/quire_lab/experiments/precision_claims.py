@@ -14,8 +14,7 @@ from quire.models.model import DecoderModel
 from quire.quant.encoded import floats
 from quire.quant.format import NumberFormat
 from quire.weights.builtin import BUILTIN_ENCODER, BUILTIN_ENCODER_NAME
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 from quire_lab.measure.formats import (
     FOUR_BITS,
     SYMMETRIC,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import PackedAdapter
-from quire.adapters.sites import Site, Sites
+from quire.adapters.sites import Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
@@ -129,7 +129,7 @@ def size_adapters(
         sites = tuple(site for site in sites if site.name in allowed)
     dtype = adapter_dtype(precision)
     reader = SizedReader(
-        Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
+        Sites(sites),
         BlockShape(block_bytes, dtype, config.memory.block_size),
         options.max_lora_rank,
         kernel=load("lora_pack", REFERENCE),

@@ -35,8 +35,7 @@ from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, pool_size
 from quire.scheduler.preemption import Preemption
 from quire.weights.architectures import SHAPES
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 from quire_lab.simulate.adapters import SizedAdapters, size_adapters
 from quire_lab.simulate.clock import VirtualClock
 from quire_lab.simulate.cost_model import CostModel, ModelNumbers

@@ -55,7 +55,7 @@ class SizedReader(Reader):
                 f"modules are {', '.join(sorted({site.part for site in self.sites}))}"
             )
         shapes = tuple(
-            (i, self._rank(name, site, settings), site.num_in, site.num_out) for i, site in targeted
+            (i, self._rank(name, site, settings), site.num_inputs, site.num_outputs) for i, site in targeted
         )
         tiles = plan_tiles(name, shapes, self.block)
         blocks = torch.empty(tiles.num_blocks, self.block.num_bytes, dtype=torch.uint8, device="meta")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from quire.adapters.packing import ALIGNMENT, BlockShape
+from quire.adapters.packing import ALIGNMENT, BlockShape, Shards
 from quire.adapters.peft import PackedAdapter, Reader
-from quire.adapters.shards import Shards
-from quire.adapters.sites import Site, Sites
+from quire.adapters.sites import Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core import laboratory
 from quire.core.config import AdapterConfig, EngineConfig
@@ -112,7 +111,7 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
     device = plan.precision.device
     on_gpu = device.type == "cuda"
     reader = Reader(
-        Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
+        Sites(sites),
         block,
         config.max_lora_rank,
         plan.config.memory.enable_prefix_caching,

@@ -25,7 +25,7 @@ from quire.models.model import Encoder
 from quire.models.weight_shape import weight_groups
 from quire.weights.architectures import ENCODERS, task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME
-from quire.weights.labels import read_labels, score_activation
+from quire.weights.hyperparameters import read_labels, score_activation
 from quire.weights.sentence import SentenceFiles, has_sentence_files, read_sentence_files
 
 MAX_TEXTS = 256  # of one step

@@ -14,8 +14,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from quire.adapters.peft import PackedAdapter
-from quire.adapters.transport import received_packed
+from quire.adapters.peft import PackedAdapter, received_packed
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.assemble import make_parts

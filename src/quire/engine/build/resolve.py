@@ -26,8 +26,7 @@ from quire.observe.host import machine_number
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
 from quire.weights.hyperparameters import token_ids
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 
 SIMULATED = "simulated"  # a device setting with this prefix names a simulated device
 CPU_BATCHED_TOKENS = 512  # a step stays short enough for others' tokens to flow

@@ -26,8 +26,7 @@ from quire.speculate.ngram import NgramProposer
 from quire.text.load import load_tokenizer
 from quire.weights.cache import offloaded_folder
 from quire.weights.cut import CutSource
-from quire.weights.open import open_source
-from quire.weights.source import Source
+from quire.weights.source import Source, open_source
 
 SAMPLE = "Two quires, 48 pages: «naïve»\n\tdef f(x): return x ** 2  # 漢字"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.text.pieces import Arguments, Content, Piece, held_from
 from quire.text.template import checked_messages
-from quire.text.tools.parser import CallObject, CallParser, ToolParser
+from quire.text.tool_parser import CallObject, CallParser, ToolParser
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 

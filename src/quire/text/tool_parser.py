@@ -172,7 +172,8 @@ class CallObject:
         self._escaped = self._in_string = False
         self._depth = 0
         self._pieces: list[Piece] = []
-        self._step: Callable[[str, int], int] = self._start
+        self._step: Callable[[str, int], int] = self._punctuation
+        self._expect({"{": self._open_object})
 
     def feed(self, text: str, at: int = 0) -> int:
         """Reads on from `at`; where it stopped: the end, or behind the object, or what breaks it."""
@@ -187,35 +188,21 @@ class CallObject:
 
     # ------------------------------------------------------------------ steps: each reads a part and says where it ends
 
-    def _start(self, text: str, at: int) -> int:
-        if self._seen(text, at, "{"):
-            self._step = self._first_key
-        return at + (not self.broken)
-
-    def _first_key(self, text: str, at: int) -> int:
-        match self._seen(text, at, '"}'):
-            case '"':
-                self._open_string(self._key_string)
-            case "}":
-                self._end()
-        return at + (not self.broken)
-
-    def _next_key(self, text: str, at: int) -> int:
-        if self._seen(text, at, '"'):
-            self._open_string(self._key_string)
+    def _punctuation(self, text: str, at: int) -> int:
+        """White space, then one of the expected characters. Any other breaks the object."""
+        action = self._expected.get(text[at])
+        if action is not None:
+            action()
+        elif text[at] not in _SPACE:
+            self.broken = True
         return at + (not self.broken)
 
     def _key_string(self, text: str, at: int) -> int:
         at = self._read_string(text, at)
         if not self._in_string:
             self._key = self._decoded() or ""
-            self._step = self._colon
+            self._expect({":": self._open_value})
         return at
-
-    def _colon(self, text: str, at: int) -> int:
-        if self._seen(text, at, ":"):
-            self._step = self._value
-        return at + (not self.broken)
 
     def _value(self, text: str, at: int) -> int:
         char = text[at]
@@ -250,7 +237,7 @@ class CallObject:
             self._name = name
             if self._has_arguments:
                 self._begin()
-            self._step = self._after_value
+            self._close_value()
         return at
 
     def _arguments_string(self, text: str, at: int) -> int:
@@ -260,13 +247,13 @@ class CallObject:
             self._has_arguments = self.complete = True
             self._begin()
             self._argue(self._decoded() or "{}")
-            self._step = self._after_value
+            self._close_value()
         return at
 
     def _other_string(self, text: str, at: int) -> int:
         at = self._read_string(text, at)
         if not self._in_string:
-            self._step = self._after_value
+            self._close_value()
         return at
 
     def _arguments_nested(self, text: str, at: int) -> int:
@@ -274,13 +261,13 @@ class CallObject:
         self._argue(text[at:end])
         if not self._depth:
             self.complete = True
-            self._step = self._after_value
+            self._close_value()
         return end
 
     def _other_nested(self, text: str, at: int) -> int:
         end = self._read_nested(text, at)
         if not self._depth:
-            self._step = self._after_value
+            self._close_value()
         return end
 
     def _plain_value(self, text: str, at: int) -> int:
@@ -290,27 +277,32 @@ class CallObject:
             return match.end()
         if self._is_arguments() and "".join(self._string) != "null":
             return self._break(at)
-        self._step = self._after_value
+        self._close_value()
         return at
 
-    def _after_value(self, text: str, at: int) -> int:
-        match self._seen(text, at, ",}"):
-            case ",":
-                self._step = self._next_key
-            case "}":
-                self._end()
-        return at + (not self.broken)
+    # ------------------------------------------------------------------ between values
+
+    def _expect(self, actions: dict[str, Callable[[], None]]) -> None:
+        """What each character that may follow does."""
+        self._expected = actions
+        self._step = self._punctuation
+
+    def _open_object(self) -> None:
+        self._expect({'"': self._open_key, "}": self._end})
+
+    def _open_key(self) -> None:
+        self._open_string(self._key_string)
+
+    def _open_value(self) -> None:
+        self._step = self._value
+
+    def _close_value(self) -> None:
+        self._expect({",": self._next_key, "}": self._end})
+
+    def _next_key(self) -> None:
+        self._expect({'"': self._open_key})
 
     # ------------------------------------------------------------------ reading
-
-    def _seen(self, text: str, at: int, wanted: str) -> str:
-        """The char, if it is wanted; nothing for white space. Any other breaks the object."""
-        char = text[at]
-        if char in wanted:
-            return char
-        if char not in _SPACE:
-            self.broken = True
-        return ""
 
     def _is_arguments(self) -> bool:
         return self._key in _ARGUMENTS and not self._has_arguments

@@ -1,1 +1,0 @@
-"""Calls of tools: found in what a model writes, one file per format, and described to models whose template cannot."""
