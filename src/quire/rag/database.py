@@ -9,11 +9,11 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.core.errors import ConfigError, InvalidRequest, StorageFull
 
@@ -60,6 +60,9 @@ MIGRATIONS = (
     """,
     "ALTER TABLE stores ADD COLUMN index_is_stale INTEGER NOT NULL DEFAULT 0;",  # its index lacks a change
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,12 @@ class RagDatabase:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+
+def record(kind: type[T], row: sqlite3.Row, **parsed: Any) -> T:
+    """A row as a dataclass whose fields are columns; `parsed` has the values of those that are not kept as they are."""
+    names: Iterable[str] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: row[name] for name in names} | parsed)
 
 
 def to_json(value: Any) -> str:

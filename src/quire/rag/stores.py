@@ -15,10 +15,10 @@ import numpy
 from quire.core.errors import InvalidRequest, NotFound
 from quire.observe.logs import get_logger
 from quire.rag.chunks import Chunk, WaitingChunk
-from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
-from quire.rag.index import IndexQuery, Point, VectorIndex
+from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
+from quire.rag.index import StoreIndexes
 from quire.rag.qdrant_server import StoreUnreachable
-from quire.rag.store_indexes import StoreIndexes
+from quire.rag.ranking import IndexQuery, Point, VectorIndex
 
 log = get_logger(__name__)
 MAX_OPEN = 64  # indexes; the least recently used is closed
@@ -260,7 +260,7 @@ class VectorStores:
         )
         if row is None:
             raise NotFound.of("file batch", batch_id)
-        return FileBatch(row["id"], row["store_id"], row["created_at"], bool(row["is_cancelled"]))
+        return record(FileBatch, row, is_cancelled=bool(row["is_cancelled"]))
 
     def cancel_batch(self, store: VectorStore, batch_id: str) -> FileBatch:
         """Files that are not completed yet will not be."""
@@ -589,11 +589,9 @@ class VectorStores:
 
 
 def _store(row: Any) -> VectorStore:
-    values = {name: row[name] for name in VectorStore.__dataclass_fields__}
-    return VectorStore(**values | {"metadata": from_json(values["metadata"])})
+    return record(VectorStore, row, metadata=from_json(row["metadata"]))
 
 
 def _store_file(row: Any) -> StoreFile:
-    values = {name: row[name] for name in StoreFile.__dataclass_fields__}
-    changed = {"attributes": from_json(values["attributes"]), "is_parsed": bool(values["is_parsed"])}
-    return StoreFile(**values | changed)
+    attributes, is_parsed = from_json(row["attributes"]), bool(row["is_parsed"])
+    return record(StoreFile, row, attributes=attributes, is_parsed=is_parsed)
