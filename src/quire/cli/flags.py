@@ -68,7 +68,7 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_setting(group: FlagGroup | Parser, field: Field[Any], **given: Any) -> None:
     """The flag of a field that `core.config.setting` made, None where it is not given; `given` is argparse's."""
-    kind = _kind(field)
+    kind = kind_of(field)
     flag = {"dest": field.name, "default": None, "help": _help(field), **field.metadata["flag"], **given}
     if kind is bool:
         flag.setdefault("action", argparse.BooleanOptionalAction)
@@ -80,7 +80,7 @@ def add_setting(group: FlagGroup | Parser, field: Field[Any], **given: Any) -> N
     group.add_argument(*(field.metadata["names"] or (f"--{field.name.replace('_', '-')}",)), **flag)
 
 
-def _kind(field: Field[Any]) -> Callable[[str], Any]:
+def kind_of(field: Field[Any]) -> Callable[[str], Any]:
     """int, float, bool or str, of a field that may also be None."""
     kinds = [kind for kind in typing.get_args(field.type) if kind is not type(None)] or [field.type]
     return kinds[0]  # type: ignore[return-value]
@@ -90,7 +90,7 @@ def _help(field: Field[Any]) -> str:
     text: str = field.metadata["help"]
     if field.default in (None, (), "", MISSING) or "default:" in text or "action" in field.metadata["flag"]:
         return text
-    shown = {True: "on", False: "off"}[field.default] if _kind(field) is bool else field.default
+    shown = {True: "on", False: "off"}[field.default] if kind_of(field) is bool else field.default
     return f"{text} (default: {shown})"
 
 
