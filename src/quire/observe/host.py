@@ -1,4 +1,4 @@
-"""The cores and GPUs of this machine, as far as this process may use them."""
+"""The cores and GPUs of this machine, as far as this process may use them, and its processes."""
 
 import ctypes
 import glob
@@ -54,6 +54,18 @@ def visible_gpus() -> list[str]:
 def see_one_gpu(index: int) -> None:
     """From now on this process sees this GPU only. Before CUDA is started."""
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[index]
+
+
+def process_birth(pid: int) -> str | None:
+    """When a process started, which tells it from a later one with its pid; None if it is gone, empty without /proc."""
+    try:
+        if not Path("/proc/self/stat").exists():
+            os.kill(pid, 0)
+            return ""
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]
 
 
 def end_with_parent() -> None:
