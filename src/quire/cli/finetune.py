@@ -13,7 +13,7 @@ from typing import Any
 from quire.bench.table import in_seconds
 from quire.cli.flags import add_setting, kind_of
 from quire.cli.parser import Parser
-from quire.cli.terminal import dim, interruptible
+from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.errors import QuireError
 from quire.llm.progress import load_progress
 from quire.train.finetune import FinetuneJob, finetune_ranks
@@ -22,7 +22,6 @@ from quire.train.settings import AUTO, FAILED, FINISHED, METHODS, TrainSettings
 from quire.train.trainer import TrainedStep
 from quire.train.zero import STAGES
 
-INTERRUPTED = 130
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
 
 
