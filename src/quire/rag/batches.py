@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.errors import NotFound
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
 
 BATCH_SECONDS = 24 * 3600  # in which a batch must end
@@ -43,12 +42,8 @@ class BatchRecords:
         return self.get(owner, api, batch_id)
 
     def get(self, owner: str, api: str, batch_id: str) -> BatchRecord:
-        row = self._database.row(
-            "SELECT * FROM batches WHERE id = ? AND owner = ? AND api = ?", batch_id, owner, api
-        )
-        if row is None:
-            raise NotFound.of("batch", batch_id)
-        return _record(row)
+        select = "SELECT * FROM batches WHERE id = ? AND owner = ? AND api = ?"
+        return _record(self._database.known("batch", batch_id, select, batch_id, owner, api))
 
     def page(self, owner: str, api: str, query: PageQuery) -> tuple[list[BatchRecord], bool]:
         page = self._database.page("batches", query, "owner = ? AND api = ?", [owner, api], "batch")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.core.errors import ConfigError, InvalidRequest, StorageFull
+from quire.core.errors import ConfigError, InvalidRequest, NotFound, StorageFull
 
 # One entry per version of the schema; a database of an older version is migrated when it is opened.
 MIGRATIONS = (
@@ -144,6 +144,13 @@ class RagDatabase:
         with self._lock:
             row: sqlite3.Row | None = self._connection.execute(statement, values).fetchone()
             return row
+
+    def known(self, what: str, object_id: str, statement: str, *values: Any) -> sqlite3.Row:
+        """The row that the statement selects; NotFound, of a `what` with that id, where there is none."""
+        row = self.row(statement, *values)
+        if row is None:
+            raise NotFound.of(what, object_id)
+        return row
 
     def change(self, statement: str, *values: Any) -> int:
         """Runs one statement as a transaction; returns how many rows it changed."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quire.core.errors import InvalidRequest, NotFound, StorageFull
+from quire.core.errors import InvalidRequest, StorageFull
 from quire.rag.database import Page, PageQuery, RagDatabase, new_id, now, record
 
 MAX_FILENAME = 255  # characters that are kept, the last ones
@@ -128,13 +128,8 @@ class FileStore:
         return file
 
     def get(self, owner: str, file_id: str) -> StoredFile:
-        row = self._database.row(
-            "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)",
-            *(file_id, owner, now()),
-        )
-        if row is None:
-            raise NotFound.of("file", file_id)
-        return record(StoredFile, row)
+        select = "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)"
+        return record(StoredFile, self._database.known("file", file_id, select, file_id, owner, now()))
 
     def page(self, owner: str, query: PageQuery, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
         where, values = "owner = ? AND (expires_at IS NULL OR expires_at > ?)", [owner, now()]
@@ -182,9 +177,8 @@ class FileStore:
         return self.upload(owner, upload_id)
 
     def upload(self, owner: str, upload_id: str) -> StoredUpload:
-        row = self._database.row("SELECT * FROM uploads WHERE id = ? AND owner = ?", upload_id, owner)
-        if row is None:
-            raise NotFound.of("upload", upload_id)
+        select = "SELECT * FROM uploads WHERE id = ? AND owner = ?"
+        row = self._database.known("upload", upload_id, select, upload_id, owner)
         is_expired = row["status"] == "pending" and row["expires_at"] <= now()
         return record(StoredUpload, row, status="expired" if is_expired else row["status"])
 

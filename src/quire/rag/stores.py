@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from quire.core.errors import InvalidRequest, NotFound
+from quire.core.errors import InvalidRequest
 from quire.observe.logs import get_logger
 from quire.rag.chunks import Chunk, WaitingChunk
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
@@ -135,10 +135,8 @@ class VectorStores:
         return self.get(owner, store_id)
 
     def get(self, owner: str, store_id: str) -> VectorStore:
-        row = self._database.row("SELECT * FROM stores WHERE id = ? AND owner = ?", store_id, owner)
-        if row is None:
-            raise NotFound.of("vector store", store_id)
-        return _store(row)
+        select = "SELECT * FROM stores WHERE id = ? AND owner = ?"
+        return _store(self._database.known("vector store", store_id, select, store_id, owner))
 
     def usable(self, owner: str, store_id: str) -> VectorStore:
         """A store that has not expired; notes that it is used."""
@@ -255,11 +253,8 @@ class VectorStores:
         return self.batch(store, batch_id)
 
     def batch(self, store: VectorStore, batch_id: str) -> FileBatch:
-        row = self._database.row(
-            "SELECT * FROM file_batches WHERE id = ? AND store_id = ?", batch_id, store.id
-        )
-        if row is None:
-            raise NotFound.of("file batch", batch_id)
+        select = "SELECT * FROM file_batches WHERE id = ? AND store_id = ?"
+        row = self._database.known("file batch", batch_id, select, batch_id, store.id)
         return record(FileBatch, row, is_cancelled=bool(row["is_cancelled"]))
 
     def cancel_batch(self, store: VectorStore, batch_id: str) -> FileBatch:
@@ -280,10 +275,11 @@ class VectorStores:
         return self.batch(store, batch_id)
 
     def file(self, store: VectorStore, file_id: str) -> StoreFile:
-        row = self._database.row("SELECT * FROM store_files WHERE store_id = ? AND id = ?", store.id, file_id)
-        if row is None:
-            raise NotFound.of(f"file in the vector store {store.id}", file_id)
-        return _store_file(row)
+        what, select = (
+            f"file in the vector store {store.id}",
+            "SELECT * FROM store_files WHERE store_id = ? AND id = ?",
+        )
+        return _store_file(self._database.known(what, file_id, select, store.id, file_id))
 
     def file_page(
         self, store: VectorStore, query: PageQuery, status: str | None = None, batch_id: str | None = None
