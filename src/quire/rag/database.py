@@ -189,7 +189,7 @@ class RagDatabase:
 
 
 def record(kind: type[T], row: sqlite3.Row, **parsed: Any) -> T:
-    """A row as a dataclass whose fields are columns; `parsed` has the values of those that are not kept as they are."""
+    """A row as a dataclass whose fields are columns; `parsed`: values that are not kept as they are."""
     names: Iterable[str] = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return kind(**{name: row[name] for name in names} | parsed)
 
