@@ -16,6 +16,7 @@ from quire.cli.parser import Parser
 from quire.cli.run import HttpChat, ServerRefusal
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
+from quire.observe.host import process_birth
 from quire.weights.builtin import BUILTIN
 from quire.weights.hub import HubName, hub_name, tagged_files
 from quire.weights.source import open_source
@@ -105,7 +106,7 @@ def test_a_file_of_another_process_is_removed(cache, run):
 def test_a_server_that_does_not_answer_is_not_used(cache, run):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
-        _record(cache, sleeper.pid, background._birth(sleeper.pid) or "")
+        _record(cache, sleeper.pid, process_birth(sleeper.pid) or "")
         assert (
             "does not answer at http://127.0.0.1:9: `quire stop builtin`" in run("run", "builtin", "hi").error
         )

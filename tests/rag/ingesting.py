@@ -14,8 +14,8 @@ import tokenizers
 
 from quire.rag.database import RagDatabase
 from quire.rag.files import FileStore
+from quire.rag.index import store_indexes
 from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
-from quire.rag.store_indexes import store_indexes
 from quire.rag.stores import VectorStores
 from quire.text.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.rag.citations import Citation, citations, with_passages
+from quire.rag.prompts import Citation, citations, with_passages
 
 GROK = "Grok-0 is the first model of xAI. It has 33 billion parameters."
 TEA = "Green tea is brewed with water of eighty degrees."

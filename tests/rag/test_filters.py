@@ -8,7 +8,8 @@ import numpy
 import pytest
 
 from quire.rag.filters import check_attributes, parse_filter
-from quire.rag.index import IndexQuery, Point, open_index
+from quire.rag.index import open_index
+from quire.rag.ranking import IndexQuery, Point
 
 
 @pytest.mark.parametrize(

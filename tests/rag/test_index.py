@@ -14,7 +14,8 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.rag import hnsw
 from quire.rag.filters import parse_filter
-from quire.rag.index import GrowingIndex, IndexFault, IndexQuery, Point, VectorIndex, open_index
+from quire.rag.index import GrowingIndex, open_index
+from quire.rag.ranking import IndexFault, IndexQuery, Point, VectorIndex
 from quire.rag.words import STOP_WORDS, stem
 
 DIMENSION = 16

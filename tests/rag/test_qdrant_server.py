@@ -15,8 +15,9 @@ from rag.test_filters import RandomFilters
 
 from quire.core.errors import ConfigError
 from quire.rag.filters import parse_filter
-from quire.rag.index import IndexFault, IndexQuery, Point, open_index
+from quire.rag.index import open_index
 from quire.rag.qdrant_server import ServerIndex, StoreUnreachable
+from quire.rag.ranking import IndexFault, IndexQuery, Point
 from quire.rag.stores import NewStoreFile
 from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
 

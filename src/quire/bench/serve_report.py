@@ -12,22 +12,15 @@ from quire.bench.table import aligned
 from quire.core.errors import ConfigError
 
 GOALS = ("ttft", "tpot", "e2el")
-METRICS = {  # vLLM's names, and those of the record
-    "ttft": "ttft_ms",
-    "tpot": "tpot_ms",
-    "itl": "itl_ms",
-    "e2el": "e2e_ms",
-    "normalised": "normalised_ms",
+METRICS = {  # vLLM's names, those of the record, and those of the table
+    "ttft": ("ttft_ms", "first token (TTFT)"),
+    "tpot": ("tpot_ms", "per token (TPOT)"),
+    "itl": ("itl_ms", "between tokens (ITL)"),
+    "e2el": ("e2e_ms", "end to end"),
+    "normalised": ("normalised_ms", "normalised latency"),
 }
 # beyond these, the load generator is a bottleneck: a share of the measured time, and a delay
 BUSY_CLIENT_SHARE, LATE_MS = 0.8, 50.0
-_LATENCIES = (
-    ("ttft_ms", "first token (TTFT)"),
-    ("tpot_ms", "per token (TPOT)"),
-    ("itl_ms", "between tokens (ITL)"),
-    ("e2e_ms", "end to end"),
-    ("normalised_ms", "normalised latency"),
-)
 
 
 def parse_goals(words: Sequence[str]) -> dict[str, float]:
@@ -195,8 +188,7 @@ def _rows(result: Mapping[str, Any], metrics: Sequence[str]) -> list[tuple[str, 
     if result["goodput"] is not None:
         good = result["goodput"]
         rows.append(("goodput", f"{good['requests_per_second']:.2f} requests/s, {good['share']:.1%} of all"))
-    shown = {METRICS[metric] for metric in metrics}
-    for key, name in ((key, name) for key, name in _LATENCIES if key in shown):
+    for key, name in (titles for metric, titles in METRICS.items() if metric in metrics):
         parts = [f"{word} {value:,.1f}" for word, value in result[key].items()]
         rows.append((name, f"{', '.join(parts)} ms" if parts else "none"))
     client = result["client"]

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from quire.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_from
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling, start_llm
-from quire.cli.terminal import dim, interruptible
+from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.rag.chunks import check_chunking
@@ -21,7 +21,6 @@ from quire.rag.library import CitedPassage
 from quire.rag.parse import ParseError
 from quire.rag.retriever import ANSWER_TOKENS, CHUNK_OVERLAP, CHUNK_TOKENS, Retriever, files_in
 
-INTERRUPTED = 130
 SHOWN = 90  # characters of a passage
 
 
@@ -67,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for piece in llm.stream(prompt, sampling, interrupted):
                     pieces.append(piece.text)
                     if not arguments.json:
-                        sys.stdout.write(piece.text)
-                        sys.stdout.flush()
+                        print(piece.text, end="", flush=True)
                 stopped = interrupted()
     if arguments.json:
         record = {"answer": "".join(pieces).strip(), "sources": [asdict(source) for source in sources]}

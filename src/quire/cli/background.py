@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from quire.cli.flags import BUILTIN
 from quire.core.errors import ConfigError, EngineDead
 from quire.fleet.model_set import STARTED
+from quire.observe.host import process_birth
 from quire.weights.cache import cache_folder
 from quire.weights.hub import hub_name
 
@@ -42,7 +43,7 @@ class BackgroundServer:
 
     @property
     def is_alive(self) -> bool:
-        return _birth(self.pid) == self.birth
+        return process_birth(self.pid) == self.birth
 
     @property
     def is_healthy(self) -> bool:
@@ -126,9 +127,8 @@ def start(name: str, flags: Sequence[str], keep_alive: str) -> BackgroundServer:
         )
     try:
         url = _serving(name, process, log)
-        server = BackgroundServer(
-            name, url, process.pid, _birth(process.pid) or "", time.time(), list(flags), str(log)
-        )
+        birth = process_birth(process.pid) or ""
+        server = BackgroundServer(name, url, process.pid, birth, time.time(), list(flags), str(log))
         half = _folder() / f".{stem}"
         half.write_text(json.dumps(asdict(server)), encoding="utf-8")
         half.replace(_folder() / f"{stem}.json")
@@ -172,15 +172,3 @@ def _serving(name: str, process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 def _folder() -> Path:
     return cache_folder() / "servers"
-
-
-def _birth(pid: int) -> str | None:
-    """The start time of a process by /proc; empty where there is no /proc, None if the process is gone."""
-    try:
-        if not Path("/proc/self/stat").exists():
-            os.kill(pid, 0)
-            return ""
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else fields[18]

@@ -91,8 +91,7 @@ class Chat(ChatLoop):
         output: RequestOutput | None = None
         with interruptible() as interrupted:
             for piece in self._llm.stream(prompt, self._sampling, interrupted):
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
+                print(piece.text, end="", flush=True)
                 output = piece.output
         print()
         assert output is not None, "a stream ends with its output"

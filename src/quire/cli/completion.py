@@ -1,10 +1,9 @@
 """`quire completion bash|zsh|fish`: a script that completes commands, flags and their choices."""
 
 import argparse
-import importlib
 import shlex
 
-from quire.cli.main import COMMANDS
+from quire.cli.main import COMMANDS, command_parser
 from quire.cli.parser import Parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -15,10 +14,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    parsers = {}
-    for name, command in COMMANDS.items():
-        parsers[name] = Parser(prog=f"quire {name}")
-        importlib.import_module(command.module).add_arguments(parsers[name])
+    parsers = {name: command_parser(name) for name in COMMANDS}
     if arguments.shell == "fish":
         print(_fish({name: command.help for name, command in COMMANDS.items()}, parsers))
     else:

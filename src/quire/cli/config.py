@@ -1,12 +1,12 @@
 """`quire config show [COMMAND] [flags]`: the settings of a command, and where each value comes from."""
 
 import argparse
-import importlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from quire.bench.table import aligned
+from quire.cli.main import command_parser
 from quire.cli.parser import Parser, environment_name
 from quire.core.errors import ConfigError
 
@@ -42,13 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"quire {command} would run with its defaults: --all shows them")
     return 0
-
-
-def command_parser(command: str) -> Parser:
-    module = importlib.import_module(f"quire.cli.{command.replace('-', '_')}")
-    parser = Parser(prog=f"quire {command}")
-    module.add_arguments(parser)
-    return parser
 
 
 def _rows(parser: Parser, values: dict[str, Any]) -> Iterator[dict[str, Any]]:

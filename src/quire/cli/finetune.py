@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.table import in_seconds
-from quire.cli.parser import Collect, Parser
-from quire.cli.terminal import dim, interruptible
+from quire.cli.flags import add_setting, kind_of
+from quire.cli.parser import Parser
+from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.errors import QuireError
 from quire.llm.progress import load_progress
 from quire.train.finetune import FinetuneJob, finetune_ranks
 from quire.train.run_files import RunFiles
-from quire.train.settings import AUTO, BITS, FAILED, FINISHED, METHODS, SCHEDULES, TrainSettings
+from quire.train.settings import AUTO, FAILED, FINISHED, METHODS, TrainSettings
 from quire.train.trainer import TrainedStep
 from quire.train.zero import STAGES
 
-INTERRUPTED = 130
-_DEFAULTS = TrainSettings()
+SETTINGS = {field.name: field for field in fields(TrainSettings)}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -38,56 +38,23 @@ def add_arguments(parser: Parser) -> None:
         "--validation", metavar="FILE", help="held-out examples (default: a part of the data)"
     )
     group = parser.group("training", "auto: by the model and the data")
-    for name, kind, text in (
-        ("method", METHODS, "supervised, or dpo: preferred and other answers"),
-        ("epochs", int, "passes over the data (default: auto)"),
-        ("batch_size", int, "examples of a step (default: auto)"),
-        (
-            "batch_tokens",
-            int,
-            "tokens computed at a time; a step sums gradients over several (default: auto)",
-        ),
-        ("learning_rate", float, "highest rate (default: auto)"),
-        ("learning_rate_multiplier", float, "of the automatic rate (default: 1)"),
-        ("schedule", SCHEDULES, "of the rate after the warm-up (default: cosine)"),
-        ("warmup", float, f"share of the steps in which the rate rises (default: {_DEFAULTS.warmup})"),
-        ("clip", float, f"largest norm of a gradient (default: {_DEFAULTS.clip}; 0: none)"),
-        ("weight_decay", float, "of AdamW (default: 0)"),
-        ("optimizer", tuple(BITS), "AdamW with states in 32 or 8 bits (default: adamw)"),
-        ("max_length", int, "tokens of an example at most (default: the context, at most 4096)"),
-        (
-            "validation_split",
-            float,
-            f"share of the data that is held out (default: {_DEFAULTS.validation_split})",
-        ),
-        ("beta", float, f"of dpo (default: {_DEFAULTS.beta})"),
-        ("seed", int, "the same seed gives the same adapter (default: 0)"),
-        ("checkpoint_steps", int, "steps between checkpoints (default: ten in all)"),
-        ("keep_checkpoints", int, f"newest ones that stay (default: {_DEFAULTS.keep_checkpoints})"),
-    ):
-        if isinstance(kind, tuple):
-            group.add_argument(f"--{name.replace('_', '-')}", choices=kind, help=text)
-        else:
-            group.add_argument(f"--{name.replace('_', '-')}", type=_or_auto(kind), metavar="N", help=text)
+    meaning = "supervised, or dpo: preferred and other answers"
+    group.add_argument("--method", choices=METHODS, help=meaning)
+    names = list(SETTINGS)
+    for name in names[names.index("epochs") : names.index("rank")]:
+        field = SETTINGS[name]
+        has_choices = "choices" in field.metadata["flag"]
+        add_setting(
+            group, field, **({} if has_choices else {"type": _or_auto(kind_of(field)), "metavar": "N"})
+        )
     group = parser.group("adapter")
-    group.add_argument("--rank", "-r", type=int, help=f"of every matrix (default: {_DEFAULTS.rank})")
-    group.add_argument(
-        "--alpha", type=_or_auto(float), metavar="X", help="scale times rank (default: twice the rank)"
-    )
-    group.add_argument("--dropout", type=float, help="of the adapter's inputs (default: 0)")
-    modules = "linear layers to adapt, such as q_proj v_proj (default: all-linear)"
-    group.add_argument(
-        "--target-modules", dest="targets", action=Collect, nargs="+", metavar="NAME", help=modules
-    )
+    add_setting(group, SETTINGS["rank"])
+    add_setting(group, SETTINGS["alpha"], type=_or_auto(float))
+    add_setting(group, SETTINGS["dropout"])
+    add_setting(group, SETTINGS["targets"])
     group = parser.group("memory")
-    text = "the base in 4 bits: NF4, or its own blocks (default: where the checkpoint has fewer than 8 bits)"
-    group.add_argument("--qlora", action=argparse.BooleanOptionalAction, help=text)
-    text = "keep only the inputs of layers for the backward pass"
-    group.add_argument(
-        "--gradient-checkpointing", dest="recompute", action="store_true", default=None, help=text
-    )
-    text = "optimizer states in host memory (by itself where a GPU is full)"
-    group.add_argument("--offload-optimizer", dest="paged", action="store_true", default=None, help=text)
+    for name in ("qlora", "recompute", "paged"):
+        add_setting(group, SETTINGS[name])
     group = parser.group("device")
     group.add_argument("--device", default=AUTO, help="cpu or cuda (default: auto)")
     group.add_argument("--dtype", default=AUTO, help="of the base (default: float32 on a CPU, else bfloat16)")
@@ -188,7 +155,7 @@ def _lower_priority(steps: int) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> TrainSettings:
-    given = {field.name: getattr(arguments, field.name, None) for field in fields(TrainSettings)}
+    given = {name: getattr(arguments, name, None) for name in SETTINGS}
     if given["targets"] is not None:
         given["targets"] = tuple(given["targets"])
     return TrainSettings.of(**given)

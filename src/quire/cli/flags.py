@@ -28,16 +28,7 @@ def parse_gigabytes(text: str) -> int:
 # ---------------------------------------------------------------------- the engine
 
 TITLES = {"scheduler": "scheduling", "runner": "device", "speculative_config": "speculation"}
-_SHORT = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",)}
-_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
-    **dict.fromkeys(
-        ("kv_cache_memory_bytes", "lora_memory_bytes", "max_cpu_lora_bytes"), (parse_bytes, "BYTES")
-    ),
-    "speculative_config": (str, "JSON"),
-}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
-
-
 BUILTIN = "builtin"  # MODEL that means the built-in one
 
 
@@ -60,7 +51,7 @@ def add_engine_flags(parser: Parser, without: Collection[str] = (), *, positiona
         group = parser.group(TITLES.get(part, part))
         for field in settings:
             if field.name != "model" and field.name not in without:
-                _add_flag(group, field)
+                add_setting(group, field)
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -75,21 +66,21 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _add_flag(group: FlagGroup, field: Field[Any]) -> None:
-    kind = _kind(field)
-    given: dict[str, Any] = {"dest": field.name, "default": None, "help": _help(field)}
-    if field.name == "pin_prefix":
-        given |= {"action": Collect, "metavar": "FILE"}
-    elif kind is bool:
-        given["action"] = argparse.BooleanOptionalAction
-    elif typing.get_origin(field.type) is tuple:
-        given |= {"action": Collect, "nargs": "+", "metavar": "NAME=FOLDER"}
-    else:
-        given["type"], given["metavar"] = _TYPES.get(field.name, (kind, _METAVARS.get(kind, "VALUE")))
-    group.add_argument(f"--{field.name.replace('_', '-')}", *_SHORT.get(field.name, ()), **given)
+def add_setting(group: FlagGroup | Parser, field: Field[Any], **given: Any) -> None:
+    """The flag of a field that `core.config.setting` made, None where it is not given; `given` is argparse's."""
+    kind = kind_of(field)
+    flag = {"dest": field.name, "default": None, "help": _help(field), **field.metadata["flag"], **given}
+    if kind is bool:
+        flag.setdefault("action", argparse.BooleanOptionalAction)
+    elif typing.get_origin(field.type) is tuple and "type" not in flag:
+        flag["action"] = Collect
+    elif "choices" not in flag:
+        metavar = flag.setdefault("metavar", _METAVARS.get(kind, "VALUE"))
+        flag.setdefault("type", parse_bytes if metavar == "BYTES" else kind)
+    group.add_argument(*(field.metadata["names"] or (f"--{field.name.replace('_', '-')}",)), **flag)
 
 
-def _kind(field: Field[Any]) -> Callable[[str], Any]:
+def kind_of(field: Field[Any]) -> Callable[[str], Any]:
     """int, float, bool or str, of a field that may also be None."""
     kinds = [kind for kind in typing.get_args(field.type) if kind is not type(None)] or [field.type]
     return kinds[0]  # type: ignore[return-value]
@@ -97,9 +88,9 @@ def _kind(field: Field[Any]) -> Callable[[str], Any]:
 
 def _help(field: Field[Any]) -> str:
     text: str = field.metadata["help"]
-    if field.default in (None, ()) or field.default is MISSING or "default:" in text:
+    if field.default in (None, (), "", MISSING) or "default:" in text or "action" in field.metadata["flag"]:
         return text
-    shown = {True: "on", False: "off"}[field.default] if _kind(field) is bool else field.default
+    shown = {True: "on", False: "off"}[field.default] if kind_of(field) is bool else field.default
     return f"{text} (default: {shown})"
 
 

@@ -19,7 +19,7 @@ from quire.cli.flags import (
 )
 from quire.cli.parser import Collect, Parser
 from quire.cli.start import start_llm
-from quire.cli.terminal import interruptible
+from quire.cli.terminal import INTERRUPTED, interruptible
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
@@ -27,7 +27,7 @@ from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.text.prompts import PreparedPrompt
 
-REFUSED, INTERRUPTED = 2, 130
+REFUSED = 2
 PromptEntry = str | Mapping[str, Any]  # text, or {"prompt"}, {"prompt_token_ids"} or {"messages"}
 
 
@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _stream_one(llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams) -> int:
     with interruptible() as interrupted:
         for piece in llm.stream(prompt, sampling, interrupted):
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            print(piece.text, end="", flush=True)
         print()
         return INTERRUPTED if interrupted() else 0
 

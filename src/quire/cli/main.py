@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from quire import __version__, load_module
 from quire.cli.parser import Parser
+from quire.cli.terminal import INTERRUPTED
 from quire.core.errors import QuireError
 
-# 1: unexpected failure; 2: bad input or a bad setting; 130: interrupted, as in shells
-FAULT, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAULT, BAD_INPUT = 1, 2  # an unexpected failure; bad input or a bad setting
 
 
 class Command(NamedTuple):
@@ -59,10 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not words or words[0] not in COMMANDS:
             return _without_command(words)
-        module = load_module(COMMANDS[words[0]].module)
-        parser = Parser(prog=f"quire {words[0]}", description=COMMANDS[words[0]].help)
-        module.add_arguments(parser)
-        code = int(module.run(parser.parse(words[1:])))
+        arguments = command_parser(words[0]).parse(words[1:])
+        code = int(load_module(COMMANDS[words[0]].module).run(arguments))
         sys.stdout.flush()  # a closed pipe is noticed here, not at the interpreter's exit
         return code
     except SystemExit as leave:  # argparse, after --help or a bad flag
@@ -75,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAULT
     except Exception as error:
         return _explain(error)
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of a command, with its flags."""
+    parser = Parser(prog=f"quire {name}", description=COMMANDS[name].help)
+    load_module(COMMANDS[name].module).add_arguments(parser)
+    return parser
 
 
 def _without_command(words: list[str]) -> int:

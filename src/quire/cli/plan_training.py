@@ -18,7 +18,7 @@ from quire.layers.lora import install_sites
 from quire.models.registry import describe
 from quire.models.weight_shape import META, sized_model
 from quire.quant.full import FullPrecision
-from quire.train.memory import StageMemory, full_training, lora_training
+from quire.train.zero import StageMemory, full_training, lora_training
 
 NF4_BITS = 4.127  # with double quantization: 4 + 8 / 64 + 32 / (64 * 256)
 HALF_BITS = 16

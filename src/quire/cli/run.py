@@ -17,11 +17,10 @@ from quire.cli.background import BackgroundServer
 from quire.cli.conversation import ChatLoop, History, stats_line
 from quire.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, given_sampling
 from quire.cli.parser import Parser
-from quire.cli.terminal import dim, interruptible
+from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.errors import ConfigError, EngineDead, QuireError
 from quire.fleet.model_set import flag_words, keep_alive_seconds
 
-INTERRUPTED = 130
 KEEP_ALIVE = "5m"
 NOT_FOR_CHAT = ("n", "best_of", "logprobs", "prompt_logprobs", "length_penalty")
 CONTEXT_FULL = "context_length_exceeded"
@@ -141,8 +140,7 @@ class HttpChat(ChatLoop):
                     if text := delta.get("content"):
                         first = first or time.perf_counter() - began
                         pieces.append(text)
-                        sys.stdout.write(text)
-                        sys.stdout.flush()
+                        print(text, end="", flush=True)
             self._stopped = interrupted()
         print()
         if self._show_stats and usage:

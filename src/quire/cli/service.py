@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from quire.cli.config import command_parser
+from quire.cli.main import command_parser
 from quire.cli.parser import Parser
 from quire.core.errors import ConfigError
 

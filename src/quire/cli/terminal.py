@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
+INTERRUPTED = 130  # the exit code after ctrl-C, as in shells
+
 
 def dim(text: str, stream: TextIO) -> str:
     """`text` in the terminal's dim style, where `stream` is a terminal that can show it."""

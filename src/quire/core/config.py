@@ -38,9 +38,13 @@ MAX_WIDTH = 16  # branches of a tree
 LOOKED_UP = 15
 
 
-def setting(default: Any = MISSING, help: str = "") -> Any:
-    """A dataclass field whose `help` is the text of its command-line flag and its only documentation."""
-    return field(default=default, metadata={"help": help})
+def setting(default: Any = MISSING, help: str = "", *names: str, **flag: Any) -> Any:
+    """A dataclass field whose `help` is the text of its command-line flag and its only documentation.
+
+    `names`: the flag's spellings, where they are not the field's. `flag`: arguments of argparse that do not follow from
+    the field's type; metavar="BYTES" is a size, such as 2GiB.
+    """
+    return field(default=default, metadata={"help": help, "names": names, "flag": flag})
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -104,6 +108,7 @@ class ModelOptions:
         "auto (what a quantized checkpoint has, GGUF's blocks of 512 MiB or more, otherwise int8 on a CPU), int8, "
         "llm-int8 (on a CPU), int4, nf4, fp4, fp8 (on a GPU that has it), checkpoint for the file's own numbers, or "
         "none for full precision",
+        *("--quantization", "-q"),
     )
     load_format: str = setting(
         "auto", "auto, or dummy for random weights in the shape that config.json names"
@@ -134,7 +139,7 @@ class MemoryConfig:
         None, "blocks of all layers in the KV cache, instead of a limit in bytes"
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "size of the KV cache, such as 2GiB or 512M (default: from free memory)"
+        None, "size of the KV cache, such as 2GiB or 512M (default: from free memory)", metavar="BYTES"
     )
     gpu_memory_utilization: float = setting(0.9, "fraction of GPU memory to use, weights included")
     kv_cache_dtype: str = setting(
@@ -153,6 +158,7 @@ class MemoryConfig:
         (),
         "file of text, or of chat messages in JSON, that many requests begin with: its blocks are computed at start "
         "and never evicted (repeatable)",
+        metavar="FILE",
     )
     cpu_offload_gb: float = setting(
         0.0,
@@ -334,12 +340,15 @@ class ParallelConfig:
     """Ranks: processes that compute one model together, each on a device or some cores of its own."""
 
     tensor_parallel_size: int = setting(
-        1, "ranks that divide each layer's heads and columns among them, evenly or not"
+        1,
+        "ranks that divide each layer's heads and columns among them, evenly or not",
+        *("--tensor-parallel-size", "-tp"),
     )
 
     pipeline_parallel_size: int = setting(
         1,
         "stages that divide the layers among them, each of tensor_parallel_size ranks; as many steps are in flight",
+        *("--pipeline-parallel-size", "-pp"),
     )
 
     distributed_executor_backend: str = setting(
@@ -367,7 +376,10 @@ class AdapterConfig:
 
     enable_lora: bool = setting(False, "serve LoRA adapters; implied by --lora-modules and --lora-dir")
     lora_modules: tuple[str, ...] = setting(
-        (), "adapters as NAME=FOLDER, one or more; a request selects one with `model: NAME`"
+        (),
+        "adapters as NAME=FOLDER, one or more; a request selects one with `model: NAME`",
+        nargs="+",
+        metavar="NAME=FOLDER",
     )
     lora_dir: str | None = setting(
         None, "folder of adapters, each named by its folder; adapters loaded at run time must lie in it"
@@ -377,7 +389,7 @@ class AdapterConfig:
         "unified: adapters use blocks of the KV pool; separate: they use memory of their own, for comparison",
     )
     lora_memory_bytes: int | None = setting(
-        None, "size of that separate memory, taken from the pool (default: a quarter of it)"
+        None, "size of that separate memory, taken from the pool (default: a quarter of it)", metavar="BYTES"
     )
     lora_mode: str = setting(
         "batched",
@@ -391,7 +403,7 @@ class AdapterConfig:
     max_lora_rank: int | None = setting(None, "refuse adapters of a higher rank (default: 512)")
     max_cpu_loras: int | None = setting(None, "adapters cached in host memory (default: as many as fit)")
     max_cpu_lora_bytes: int | None = setting(
-        None, "host memory for adapters (default: a quarter of free memory, at most 16GiB)"
+        None, "host memory for adapters (default: a quarter of free memory, at most 16GiB)", metavar="BYTES"
     )
 
     def __post_init__(self) -> None:
@@ -544,11 +556,11 @@ class EngineConfig:
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
-    speculative_config: SpeculativeConfig | None = field(
-        default=None,
-        metadata={
-            "help": 'draft tokens and verify them in one step: JSON, {"method": "ngram"} drafts by prompt lookup'
-        },
+    speculative_config: SpeculativeConfig | None = setting(  # noqa: RUF009 a field, too
+        None,
+        'draft tokens and verify them in one step: JSON, {"method": "ngram"} drafts by prompt lookup',
+        metavar="JSON",
+        type=str,
     )
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     parallel: ParallelConfig = ParallelConfig()

@@ -72,6 +72,18 @@ def mps_percentage(share: float) -> str | None:
     return f"{100 * share:g}" if share < 1.0 and pipe.exists() else None
 
 
+def process_birth(pid: int) -> str | None:
+    """When a process started, which tells it from a later one with its pid; None if it is gone, empty without /proc."""
+    try:
+        if not Path("/proc/self/stat").exists():
+            os.kill(pid, 0)
+            return ""
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]
+
+
 def end_with_parent() -> None:
     """In a child before it runs its program: the kernel sends SIGTERM when the parent ends, however it ends."""
     if sys.platform == "linux":

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.errors import NotFound
-from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
+from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
 
 BATCH_SECONDS = 24 * 3600  # in which a batch must end
 KEPT_SECONDS = 30 * 86400  # for which a batch that ended is kept
@@ -43,12 +42,8 @@ class BatchRecords:
         return self.get(owner, api, batch_id)
 
     def get(self, owner: str, api: str, batch_id: str) -> BatchRecord:
-        row = self._database.row(
-            "SELECT * FROM batches WHERE id = ? AND owner = ? AND api = ?", batch_id, owner, api
-        )
-        if row is None:
-            raise NotFound.of("batch", batch_id)
-        return _record(row)
+        select = "SELECT * FROM batches WHERE id = ? AND owner = ? AND api = ?"
+        return _record(self._database.known("batch", batch_id, select, batch_id, owner, api))
 
     def page(self, owner: str, api: str, query: PageQuery) -> tuple[list[BatchRecord], bool]:
         page = self._database.page("batches", query, "owner = ? AND api = ?", [owner, api], "batch")
@@ -66,7 +61,7 @@ class BatchRecords:
     def old(self) -> list[BatchRecord]:
         """Batches that ended, and were made more than KEPT_SECONDS ago."""
         rows = self._database.rows("SELECT * FROM batches WHERE created_at < ?", now() - KEPT_SECONDS)
-        return [record for record in map(_record, rows) if record.status not in UNFINISHED]
+        return [batch for batch in map(_record, rows) if batch.status not in UNFINISHED]
 
     def update(self, batch: BatchRecord, status: str | None = None, **body: Any) -> BatchRecord:
         """Changes fields of the body, and the status, with its time. A batch that is being cancelled stays so."""
@@ -87,5 +82,4 @@ class BatchRecords:
 
 
 def _record(row: Any) -> BatchRecord:
-    values = {name: row[name] for name in BatchRecord.__dataclass_fields__}
-    return BatchRecord(**values | {"body": from_json(values["body"])})
+    return record(BatchRecord, row, body=from_json(row["body"]))

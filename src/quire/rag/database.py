@@ -9,13 +9,13 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quire.core.errors import ConfigError, InvalidRequest, StorageFull
+from quire.core.errors import ConfigError, InvalidRequest, NotFound, StorageFull
 
 # One entry per version of the schema; a database of an older version is migrated when it is opened.
 MIGRATIONS = (
@@ -60,6 +60,9 @@ MIGRATIONS = (
     """,
     "ALTER TABLE stores ADD COLUMN index_is_stale INTEGER NOT NULL DEFAULT 0;",  # its index lacks a change
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,13 @@ class RagDatabase:
             row: sqlite3.Row | None = self._connection.execute(statement, values).fetchone()
             return row
 
+    def known(self, what: str, object_id: str, statement: str, *values: Any) -> sqlite3.Row:
+        """The row that the statement selects; NotFound, of a `what` with that id, where there is none."""
+        row = self.row(statement, *values)
+        if row is None:
+            raise NotFound.of(what, object_id)
+        return row
+
     def change(self, statement: str, *values: Any) -> int:
         """Runs one statement as a transaction; returns how many rows it changed."""
         with self.transaction() as connection:
@@ -176,6 +186,12 @@ class RagDatabase:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+
+def record(kind: type[T], row: sqlite3.Row, **parsed: Any) -> T:
+    """A row as a dataclass whose fields are columns; `parsed`: values that are not kept as they are."""
+    names: Iterable[str] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: row[name] for name in names} | parsed)
 
 
 def to_json(value: Any) -> str:

@@ -10,11 +10,11 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quire.core.errors import InvalidRequest, NotFound, StorageFull
-from quire.rag.database import Page, PageQuery, RagDatabase, new_id, now
+from quire.core.errors import InvalidRequest, StorageFull
+from quire.rag.database import Page, PageQuery, RagDatabase, new_id, now, record
 
 MAX_FILENAME = 255  # characters that are kept, the last ones
 UPLOAD_SECONDS = 3600  # in which an upload must be completed
@@ -124,25 +124,19 @@ class FileStore:
             _sync(path)
         path.rename(self._files / file.id)
         _sync(self._files)
-        fields = StoredFile.__dataclass_fields__
-        self._database.add("files", **{name: getattr(file, name) for name in fields})
+        self._database.add("files", **asdict(file))
         return file
 
     def get(self, owner: str, file_id: str) -> StoredFile:
-        row = self._database.row(
-            "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)",
-            *(file_id, owner, now()),
-        )
-        if row is None:
-            raise NotFound.of("file", file_id)
-        return _file(row)
+        select = "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)"
+        return record(StoredFile, self._database.known("file", file_id, select, file_id, owner, now()))
 
     def page(self, owner: str, query: PageQuery, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
         where, values = "owner = ? AND (expires_at IS NULL OR expires_at > ?)", [owner, now()]
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
         page: Page = self._database.page("files", query, where, values, "file")
-        return [_file(row) for row in page.rows], page.has_more
+        return [record(StoredFile, row) for row in page.rows], page.has_more
 
     def path(self, file_id: str) -> Path:
         return self._files / file_id
@@ -157,7 +151,8 @@ class FileStore:
         self.path(file_id).unlink(missing_ok=True)
 
     def expired(self) -> list[StoredFile]:
-        return [_file(row) for row in self._database.rows("SELECT * FROM files WHERE expires_at <= ?", now())]
+        rows = self._database.rows("SELECT * FROM files WHERE expires_at <= ?", now())
+        return [record(StoredFile, row) for row in rows]
 
     # ------------------------------------------------------------------ uploads
 
@@ -182,13 +177,10 @@ class FileStore:
         return self.upload(owner, upload_id)
 
     def upload(self, owner: str, upload_id: str) -> StoredUpload:
-        row = self._database.row("SELECT * FROM uploads WHERE id = ? AND owner = ?", upload_id, owner)
-        if row is None:
-            raise NotFound.of("upload", upload_id)
-        values = {name: row[name] for name in StoredUpload.__dataclass_fields__}
-        if values["status"] == "pending" and values["expires_at"] <= now():
-            values["status"] = "expired"
-        return StoredUpload(**values)
+        select = "SELECT * FROM uploads WHERE id = ? AND owner = ?"
+        row = self._database.known("upload", upload_id, select, upload_id, owner)
+        is_expired = row["status"] == "pending" and row["expires_at"] <= now()
+        return record(StoredUpload, row, status="expired" if is_expired else row["status"])
 
     def pending_upload(self, owner: str, upload_id: str) -> StoredUpload:
         upload = self.upload(owner, upload_id)
@@ -277,10 +269,6 @@ class FileStore:
     def _drop_parts(self, upload_id: str) -> None:
         self._database.change("DELETE FROM upload_parts WHERE upload_id = ?", upload_id)
         shutil.rmtree(self._parts / upload_id, ignore_errors=True)
-
-
-def _file(row: "object") -> StoredFile:
-    return StoredFile(**{name: row[name] for name in StoredFile.__dataclass_fields__})  # type: ignore[index]
 
 
 def _sync(path: Path) -> None:

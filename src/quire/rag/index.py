@@ -1,21 +1,20 @@
-"""`open_index`: exact search for small indexes, and from 10,000 chunks on a graph, if qdrant-edge-py is installed."""
+"""`open_index`: exact search for small indexes, and from 10,000 chunks on a graph, if qdrant-edge-py is installed.
+
+`store_indexes`: where the indexes of vector stores are, a folder each or a collection each of a Qdrant server.
+"""
 
 import importlib
 import importlib.util
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from quire.core.errors import ConfigError
 from quire.rag.exact import ExactIndex
-from quire.rag.ranking import Hit as Hit
-from quire.rag.ranking import IndexFault as IndexFault
-from quire.rag.ranking import IndexQuery as IndexQuery
-from quire.rag.ranking import Point as Point
-from quire.rag.ranking import Ranker as Ranker
-from quire.rag.ranking import VectorIndex as VectorIndex
+from quire.rag.qdrant_server import ServerIndex
+from quire.rag.ranking import Hit, IndexQuery, Point, VectorIndex
 
 EXACT_CHUNKS = 10_000
 _BATCH = 1000
@@ -103,3 +102,61 @@ class GrowingIndex:
 def _graph_in(folder: Path, dimension: int) -> VectorIndex:
     graph: VectorIndex = importlib.import_module(_GRAPH).HnswIndex(folder, dimension)
     return graph
+
+
+# ---------------------------------------------------------------------- of vector stores
+
+
+class StoreIndexes(Protocol):
+    def open(self, store_id: str, width: int) -> VectorIndex:
+        """The index of a store, made if it is not there. Raises if it cannot be used."""
+        ...
+
+    def drop(self, store_id: str, width: int | None) -> None:
+        """Deletes the index of a store, which must not be open; `width` is None for a store that never had one."""
+        ...
+
+    def drop_others(self, store_ids: Collection[str]) -> None:
+        """Deletes what belongs to none of these stores, where that is known."""
+        ...
+
+
+class FolderIndexes:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self, store_id: str, width: int) -> VectorIndex:
+        return open_index(self._folder / store_id, width)
+
+    def drop(self, store_id: str, width: int | None) -> None:
+        shutil.rmtree(self._folder / store_id, ignore_errors=True)
+
+    def drop_others(self, store_ids: Collection[str]) -> None:
+        for path in self._folder.iterdir():
+            if path.name not in store_ids:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class ServerIndexes:
+    """Collections are named as their stores. Those of other programs, and of other data folders, are left alone."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def open(self, store_id: str, width: int) -> VectorIndex:
+        return ServerIndex(self._url, store_id, width)
+
+    def drop(self, store_id: str, width: int | None) -> None:
+        if width is not None:
+            index = ServerIndex(self._url, store_id, width)
+            index.drop()
+            index.close()
+
+    def drop_others(self, store_ids: Collection[str]) -> None:
+        pass
+
+
+def store_indexes(folder: Path, address: str | None) -> StoreIndexes:
+    """`address` as --vector-store has it; None: in `folder`."""
+    return FolderIndexes(folder) if address is None else ServerIndexes(address)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from quire.core.errors import NotFound, QuireError
 from quire.observe.logs import get_logger
@@ -33,6 +33,7 @@ RETRY_SECONDS = 2.0  # after an engine that is down
 MAX_RETRIES = 30
 SWEEP_SECONDS = 60.0  # between two looks for what has expired
 WINDOW_TOKENS = 254  # that an encoder reads, without special tokens
+T = TypeVar("T")
 
 
 class PassageEncoder:
@@ -129,7 +130,7 @@ class Ingest:
             store = await self._thread(self._stores.by_id, file.store_id)
             if store is None:
                 return
-            encoder = await self._usable_encoder(store.model)
+            encoder = await _retried(partial(self._encoders.encoder, store.model))
             if store.model is None:
                 await self._thread(self._stores.set_model, store.id, encoder.name, encoder.width)
             await self._thread(self._make_chunks, file, store.owner, encoder)
@@ -150,17 +151,6 @@ class Ingest:
                 "invalid_file", f"the file makes {len(chunks)} chunks, of at most {MAX_CHUNKS}: divide it"
             )
         self._stores.add_chunks(file, chunks)
-
-    async def _usable_encoder(self, name: str | None) -> PassageEncoder:
-        """Waits for an engine that is being restarted, for a while."""
-        for attempt in range(MAX_RETRIES):
-            try:
-                return await self._encoders.encoder(name)
-            except EncoderDown:
-                if attempt == MAX_RETRIES - 1:
-                    raise
-                await asyncio.sleep(RETRY_SECONDS)
-        raise AssertionError
 
     # ------------------------------------------------------------------ embedding
 
@@ -212,7 +202,8 @@ class Ingest:
         store_id = chunks[0].store_id
         try:
             store = await self._thread(self._stores.by_id, store_id)
-            encoder = await self._usable_encoder(store.model if store is not None else None)
+            name = store.model if store is not None else None
+            encoder = await _retried(partial(self._encoders.encoder, name))
             most = min(WINDOW_TOKENS, encoder.max_tokens - 2)
             cut: list[list[str]] = await self._thread(
                 lambda: [
@@ -224,7 +215,8 @@ class Ingest:
             texts = list(dict.fromkeys(window for own in cut for window in own))
             vectors: list[bytes] = []
             for start in range(0, len(texts), 2 * CHUNKS_AT_ONCE):  # one chunk may have many windows
-                vectors += await self._embedded(encoder, texts[start : start + 2 * CHUNKS_AT_ONCE])
+                part = texts[start : start + 2 * CHUNKS_AT_ONCE]
+                vectors += await _retried(partial(encoder.embed, part))
         except QuireError as error:
             for file_id in {chunk.file_id for chunk in chunks}:
                 await self._thread(self._fail, store_id, file_id, str(error))
@@ -234,16 +226,6 @@ class Ingest:
             chunk.id: b"".join(known[window] for window in own)
             for chunk, own in zip(chunks, cut, strict=True)
         }
-
-    async def _embedded(self, encoder: PassageEncoder, texts: Sequence[str]) -> list[bytes]:
-        for attempt in range(MAX_RETRIES):
-            try:
-                return await encoder.embed(texts)
-            except EncoderDown:
-                if attempt == MAX_RETRIES - 1:
-                    raise
-                await asyncio.sleep(RETRY_SECONDS)
-        raise AssertionError
 
     def _fail(self, store_id: str, file_id: str, message: str) -> None:
         store = self._stores.by_id(store_id)
@@ -276,6 +258,15 @@ class Ingest:
             await asyncio.sleep(RETRY_SECONDS)
             self._has_work.set()
             self._has_chunks.set()
+
+
+async def _retried(call: Callable[[], Awaitable[T]]) -> T:
+    """Waits for an engine that is being restarted, for a while."""
+    for _ in range(MAX_RETRIES - 1):
+        with suppress(EncoderDown):
+            return await call()
+        await asyncio.sleep(RETRY_SECONDS)
+    return await call()
 
 
 def _reason(fault: Exception) -> tuple[str, str]:

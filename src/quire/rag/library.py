@@ -14,8 +14,9 @@ import numpy
 
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.rag.chunks import Chunk
-from quire.rag.index import IndexFault, IndexQuery, Point, VectorIndex, open_index
+from quire.rag.index import open_index
 from quire.rag.parsers import PAGE_END
+from quire.rag.ranking import IndexFault, IndexQuery, Point, VectorIndex
 
 FILE = "library.sqlite"
 _BATCH = 1000

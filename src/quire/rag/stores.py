@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy
 
-from quire.core.errors import InvalidRequest, NotFound
+from quire.core.errors import InvalidRequest
 from quire.observe.logs import get_logger
 from quire.rag.chunks import Chunk, WaitingChunk
-from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
-from quire.rag.index import IndexQuery, Point, VectorIndex
+from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
+from quire.rag.index import StoreIndexes
 from quire.rag.qdrant_server import StoreUnreachable
-from quire.rag.store_indexes import StoreIndexes
+from quire.rag.ranking import IndexQuery, Point, VectorIndex
 
 log = get_logger(__name__)
 MAX_OPEN = 64  # indexes; the least recently used is closed
@@ -135,10 +135,8 @@ class VectorStores:
         return self.get(owner, store_id)
 
     def get(self, owner: str, store_id: str) -> VectorStore:
-        row = self._database.row("SELECT * FROM stores WHERE id = ? AND owner = ?", store_id, owner)
-        if row is None:
-            raise NotFound.of("vector store", store_id)
-        return _store(row)
+        select = "SELECT * FROM stores WHERE id = ? AND owner = ?"
+        return _store(self._database.known("vector store", store_id, select, store_id, owner))
 
     def usable(self, owner: str, store_id: str) -> VectorStore:
         """A store that has not expired; notes that it is used."""
@@ -255,12 +253,9 @@ class VectorStores:
         return self.batch(store, batch_id)
 
     def batch(self, store: VectorStore, batch_id: str) -> FileBatch:
-        row = self._database.row(
-            "SELECT * FROM file_batches WHERE id = ? AND store_id = ?", batch_id, store.id
-        )
-        if row is None:
-            raise NotFound.of("file batch", batch_id)
-        return FileBatch(row["id"], row["store_id"], row["created_at"], bool(row["is_cancelled"]))
+        select = "SELECT * FROM file_batches WHERE id = ? AND store_id = ?"
+        row = self._database.known("file batch", batch_id, select, batch_id, store.id)
+        return record(FileBatch, row, is_cancelled=bool(row["is_cancelled"]))
 
     def cancel_batch(self, store: VectorStore, batch_id: str) -> FileBatch:
         """Files that are not completed yet will not be."""
@@ -280,10 +275,11 @@ class VectorStores:
         return self.batch(store, batch_id)
 
     def file(self, store: VectorStore, file_id: str) -> StoreFile:
-        row = self._database.row("SELECT * FROM store_files WHERE store_id = ? AND id = ?", store.id, file_id)
-        if row is None:
-            raise NotFound.of(f"file in the vector store {store.id}", file_id)
-        return _store_file(row)
+        what, select = (
+            f"file in the vector store {store.id}",
+            "SELECT * FROM store_files WHERE store_id = ? AND id = ?",
+        )
+        return _store_file(self._database.known(what, file_id, select, store.id, file_id))
 
     def file_page(
         self, store: VectorStore, query: PageQuery, status: str | None = None, batch_id: str | None = None
@@ -589,11 +585,9 @@ class VectorStores:
 
 
 def _store(row: Any) -> VectorStore:
-    values = {name: row[name] for name in VectorStore.__dataclass_fields__}
-    return VectorStore(**values | {"metadata": from_json(values["metadata"])})
+    return record(VectorStore, row, metadata=from_json(row["metadata"]))
 
 
 def _store_file(row: Any) -> StoreFile:
-    values = {name: row[name] for name in StoreFile.__dataclass_fields__}
-    changed = {"attributes": from_json(values["attributes"]), "is_parsed": bool(values["is_parsed"])}
-    return StoreFile(**values | changed)
+    attributes, is_parsed = from_json(row["attributes"]), bool(row["is_parsed"])
+    return record(StoreFile, row, attributes=attributes, is_parsed=is_parsed)

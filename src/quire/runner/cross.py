@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,10 +96,8 @@ def encode(
 class CrossRows(Rows):
     """Rows that know their encoder's part."""
 
-    def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
-    ) -> None:
-        super().__init__(max_rows, max_model_len, block_size, vocab_size, num_groups)
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, *others: int) -> None:
+        super().__init__(max_rows, max_model_len, block_size, *others)
         self._block_size = block_size
         self.encoder_lens = np.zeros(max_rows, np.int32)  # [max_rows], tokens of the encoder
         self.encoder_ends = np.zeros(max_rows, np.int32)  # [max_rows], the same in whole blocks
@@ -116,15 +115,9 @@ class CrossAssembler(Assembler):
     _rows: CrossRows
 
     def __init__(
-        self,
-        rows: Rows,
-        max_rows: int,
-        max_tokens: int,
-        block_size: int,
-        device: torch.device,
-        adapters: AdapterSlots | None = None,
+        self, rows: Rows, max_rows: int, max_tokens: int, block_size: int, device: torch.device, *others: Any
     ) -> None:
-        super().__init__(rows, max_rows, max_tokens, block_size, device, adapters)
+        super().__init__(rows, max_rows, max_tokens, block_size, device, *others)
         self._cross_starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._cross_lens = Buffer((max_tokens,), torch.int32, device)
         self._cross_tables = Buffer((max_tokens, rows.max_blocks), torch.int32, device)
@@ -132,11 +125,7 @@ class CrossAssembler(Assembler):
     def assemble(self, tokens: TokenInputs, all_sampled: bool) -> CrossBatch:
         """The decoder's positions are counted from its first token, those of rows from the encoder's."""
         rows, inputs, trees = self._rows, tokens.inputs, tokens.trees
-        (row_tables,), (gathered,), (slots,) = (
-            rows.tables,
-            self._tables,
-            self._slots,
-        )  # all layers share a block
+        row_tables, gathered, slots = rows.tables[0], self._tables[0], self._slots[0]  # layers share a block
         token_rows, places = tokens.token_rows(), tokens.places()
         offsets = rows.encoder_ends[inputs.rows]
         token_offsets = rows.encoder_ends[token_rows]

@@ -272,31 +272,6 @@ class DeviceInputs:
         return replace(batch, positions=positions, trees=TreeMasks(starts, ancestors))
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where each array of a step of one size lies, as (first, length) in int32."""
-
-    num_rows: int
-    end: int
-    rows: tuple[int, int]
-    num_computed: tuple[int, int]
-    query_starts: tuple[int, int]
-    sample_rows: tuple[int, int]
-    sample_positions: tuple[int, int]
-    positions: tuple[int, int]
-    tree_starts: tuple[int, int]
-    ancestors: tuple[int, int]  # int64
-
-
-def _layout(num_rows: int, num_tokens: int) -> _Layout:
-    lengths = (num_rows, num_rows, num_rows + 1, *(num_tokens,) * 4, 2 * num_tokens)
-    spans, first = [], 0
-    for length in lengths:
-        spans.append((first, length))
-        first += round_up(length)
-    return _Layout(num_rows, first, *spans)
-
-
 class VerifyInputs:
     """Steps that verify drafts and nothing else: every token is sampled, in order.
 
@@ -307,7 +282,7 @@ class VerifyInputs:
         self._inputs = inputs
         self._max_rows = max_rows
         self.sizes = [size for size in VERIFY_SIZES if size <= max_tokens]
-        largest = self._layout_of(self.sizes[-1]).end if self.sizes else 0
+        largest = self._spans(self.sizes[-1])[-1].stop if self.sizes else 0
         self._sent = torch.zeros(largest, dtype=torch.int32, device=inputs.device)
 
     def size_for(self, tokens: TokenInputs) -> int | None:
@@ -316,59 +291,51 @@ class VerifyInputs:
         if not tokens.are_all_sampled:
             return None
         for size in self.sizes:
-            if size == num_tokens or (size > num_tokens and num_rows < self._layout_of(size).num_rows):
+            if size == num_tokens or (size > num_tokens and num_rows < min(self._max_rows, size)):
                 return size
         return None
 
     def stage(self, tokens: TokenInputs, size: int) -> None:
         inputs, trees = tokens.inputs, tokens.trees
-        layout, num_rows, num_tokens = self._layout_of(size), len(inputs.rows), tokens.num_tokens
-        packed = np.zeros(layout.end, np.int32)
-
-        def section(span: tuple[int, int]) -> np.ndarray:
-            return packed[span[0] : span[0] + span[1]]
-
-        section(layout.rows)[:], section(layout.rows)[:num_rows] = -1, inputs.rows
-        section(layout.num_computed)[:num_rows] = inputs.computed
-        starts = section(layout.query_starts)
+        num_rows, num_tokens, spans = len(inputs.rows), tokens.num_tokens, self._spans(size)
+        packed = np.zeros(spans[-1].stop, np.int32)
+        sections = (packed[span] for span in spans)
+        rows, computed, starts, sample_rows, sample_positions, positions, tree_starts, ancestors = sections
+        rows[:], rows[:num_rows] = -1, inputs.rows
+        computed[:num_rows] = inputs.computed
         starts[1 : num_rows + 1], starts[num_rows + 1 :] = tokens.ends, size
         if trees is not None:
-            section(layout.tree_starts)[:] = NO_TREE
-            section(layout.tree_starts)[:num_tokens] = trees.starts
-            section(layout.ancestors).view(np.int64)[:num_tokens] = trees.ancestors
-        section(layout.positions)[:num_tokens] = tokens.sample_positions - 1
-        section(layout.sample_rows)[:num_tokens] = inputs.sample_rows
-        section(layout.sample_positions)[:num_tokens] = tokens.sample_positions
-        self._sent[: layout.end].copy_(pinned(packed, self._inputs.device), non_blocking=True)
+            tree_starts[:], tree_starts[:num_tokens] = NO_TREE, trees.starts
+            ancestors.view(np.int64)[:num_tokens] = trees.ancestors
+        positions[:num_tokens] = tokens.sample_positions - 1
+        sample_rows[:num_tokens] = inputs.sample_rows
+        sample_positions[:num_tokens] = tokens.sample_positions
+        self._sent[: len(packed)].copy_(pinned(packed, self._inputs.device), non_blocking=True)
 
     def batch(self, size: int, has_trees: bool) -> Batch:
         """The batch of a step of this size, spread from what `stage` sent; may be captured."""
-        layout = self._layout_of(size)
-        batch = self._inputs.spread(
-            self._section(layout.rows),
-            self._section(layout.num_computed),
-            self._section(layout.query_starts),
-            None,
-            size,
-            max_query_len=size,
-            wanted=None,
-        )
+        rows, computed, starts, _, _, positions, tree_starts, ancestors = self._sections(size)
+        batch = self._inputs.spread(rows, computed, starts, None, size, max_query_len=size, wanted=None)
         if not has_trees:
             return batch
-        sections = (self._section(span) for span in (layout.positions, layout.tree_starts, layout.ancestors))
-        positions, starts, ancestors = sections
-        return self._inputs.with_trees(batch, positions, starts, ancestors.view(torch.int64))
+        return self._inputs.with_trees(batch, positions, tree_starts, ancestors.view(torch.int64))
 
     def samples(self, size: int, count: int) -> tuple[Tensor, Tensor]:
         """Rows and positions [S] of the tokens to be sampled."""
-        layout = self._layout_of(size)
-        return self._section(layout.sample_rows)[:count], self._section(layout.sample_positions)[:count]
+        _, _, _, rows, positions, *_ = self._sections(size)
+        return rows[:count], positions[:count]
 
-    def _section(self, span: tuple[int, int]) -> Tensor:
-        return self._sent[span[0] : span[0] + span[1]]
+    def _sections(self, size: int) -> list[Tensor]:
+        return [self._sent[span] for span in self._spans(size)]
 
-    def _layout_of(self, size: int) -> _Layout:
-        return _layout(min(self._max_rows, size), size)
+    def _spans(self, size: int) -> list[slice]:
+        """Where the arrays of a step of this size lie, in int32: rows, num_computed, query_starts, then of each token
+        sample_rows, sample_positions, positions, tree_starts, and ancestors in int64."""
+        num_rows, spans, first = min(self._max_rows, size), list[slice](), 0
+        for length in (num_rows, num_rows, num_rows + 1, *(size,) * 4, 2 * size):
+            spans.append(slice(first, first + length))
+            first += round_up(length)
+        return spans
 
 
 def _started(starts: tuple[RowStart, ...], field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

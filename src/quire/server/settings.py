@@ -1,70 +1,165 @@
 """ServerSettings: everything about serving that is not about the engine."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quire.core.config import setting
 from quire.core.errors import ConfigError
 from quire.text.reader import choose_formats
+from quire.text.reasoning import REASONING_PARSERS
+from quire.text.tools.formats import TOOL_PARSERS
 
-_PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
+PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
 MAX_PROCESSES = 64
+SWITCH = {"action": "store_true"}  # a flag that has no --no- form
+
+
+def _formats(what: str, parsers: Iterable[str]) -> str:
+    return f"format of {what}: {', '.join(parsers)} or none (default: detected from the chat template)"
+
+
+def _separated(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    root_path: str = ""
-    api_server_count: int = 1  # HTTP processes
-    data_parallel_size: int = 1  # engines that serve the main model
-    roles: tuple[str, ...] = ()  # of each of them, where some compute prompts for others
-    routing_policy: str = "prefix-work"  # which of them gets a request
-    data_parallel_backend: str = "mp"  # who starts them: mp, this process; ray, a Ray cluster
-    data_parallel_rpc_port: int = 0  # of the first one's link with Ray, the others' follow; 0: any free ones
-    ray_address: str | None = None  # None: the cluster that this machine belongs to
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    allowed_origins: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()  # none: everyone may ask
-    admin_key: str | None = None  # none: operators' calls are off
-    max_concurrent_per_key: int | None = None
-    max_requests_per_minute_per_key: int | None = None
-    max_tokens_per_minute_per_key: int | None = None  # prompt and answer together
-    isolate_keys: bool = False  # keys share no cached prefixes
-    max_body_bytes: int = 16 << 20
-    max_header_bytes: int = 64 << 10
-    header_timeout: float = 20.0  # seconds for the headers of a request to be complete
-    body_timeout: float = 30.0  # seconds in which a body must make some progress
-    request_timeout: float | None = None  # seconds
-    sse_keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
-    shutdown_timeout: float = 25.0
-    keep_alive: float | None = None  # seconds without a request after which the server ends
-    engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
-    log_requests: bool = False
-    page: bool = True  # for browsers, at `/`
-    otlp_traces_endpoint: str | None = None  # none: no traces
-    max_queue_requests: int | None = 1024  # None: no bound
-    max_queue_tokens: int | None = 1 << 20
-    served_names: tuple[str, ...] = ()  # none: the model's own name; answers report the first
-    model_aliases: tuple[
-        str, ...
-    ] = ()  # NAME for the model, NAME=MODEL for another that is served; not listed
-    any_model_name: bool = False  # an unknown name means the model, or the first embedding model
-    embeddings: bool = True  # False: only an encoder that is the main model embeds
-    embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
-    embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
-    data_dir: str | None = (
-        None  # of files and vector stores; None: in the cache folder; "none": there are none
+    """Fields with a help text are flags of `quire serve`."""
+
+    host: str = setting(
+        "127.0.0.1", "address to listen on (default: 127.0.0.1, this machine only)", metavar="HOST"
     )
-    train_share: float = 0.5  # of the cores, for a fine-tuning job
-    vector_store: str | None = None  # address of the indexes' server; None: in data_dir
-    max_file_bytes: int = 512 << 20  # of an uploaded file, and of a part of one
+    port: int = setting(8000, "port, 0 for any free one")
+    api_server_count: int = setting(
+        1, "HTTP processes on the port, all with the one engine (default: 1; more keep nothing in memory)"
+    )
+    root_path: str = setting("", "path prefix that a proxy adds", metavar="PATH")
+    ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = setting(None, "private key of the certificate", metavar="FILE")
+    sse_keep_alive: float = setting(
+        15, "seconds of silence before a stream gets a comment (default: 15; 0: never)"
+    )
+    page: bool = setting(True, "no page for browsers at /", "--no-page", action="store_false")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "CORS: allow browsers from this origin, or * for all (repeatable)", metavar="ORIGIN"
+    )
+    api_keys: tuple[str, ...] = ()  # none: everyone may ask
+    admin_key: str | None = setting(
+        None, "key of the admin endpoints (also: QUIRE_ADMIN_KEY)", metavar="KEY"
+    )  # none: operators' calls are off
+    max_concurrent_per_key: int | None = setting(None, "requests of one key at a time (default: no limit)")
+    max_requests_per_minute_per_key: int | None = setting(
+        None, "requests of one key per minute (default: no limit)"
+    )
+    max_tokens_per_minute_per_key: int | None = setting(
+        None, "tokens of one key per minute (default: no limit)"
+    )  # prompt and answer together
+    isolate_keys: bool = setting(False, "keys do not share cached prefixes", **SWITCH)
+    max_queue_requests: int | None = setting(1024, "requests that may wait")  # None: no bound
+    max_queue_tokens: int | None = setting(1 << 20, "prompt tokens that may wait")
+    max_body_bytes: int = setting(
+        16 << 20, "maximum size of a request body (default: 16MiB)", metavar="BYTES"
+    )
+    header_timeout: float = setting(20, "seconds for a request's headers to arrive")
+    body_timeout: float = setting(30, "seconds in which a request's body must make progress")
+    request_timeout: float | None = setting(None, "seconds for one request (default: no limit)")
+    engine_timeout: float = setting(300, "seconds for one engine step; the engine is restarted after that")
+    max_stored_responses: int = setting(
+        1000, "responses, chat completions (store: true) and conversations kept in memory"
+    )  # 0 keeps none
+    max_stored_responses_bytes: int = setting(
+        256 << 20, "their maximum size (default: 256MiB)", metavar="BYTES"
+    )
+    max_stored_responses_seconds: float = setting(
+        30 * 86400.0, "seconds for which unused ones are kept (default: 30 days)"
+    )
+    shutdown_timeout: float = setting(25, "seconds to finish running requests after SIGTERM")
+    max_header_bytes: int = setting(
+        64 << 10,
+        "maximum size of a request's headers (default: 64KiB)",
+        *("--max-header-bytes", "--h11-max-incomplete-event-size"),
+        metavar="BYTES",
+    )
     chat_template: str | None = None
-    trust_request_chat_template: bool = False
-    tool_call_parser: str | None = None  # none: as the chat template shows
-    reasoning_parser: str | None = None  # likewise
-    max_stored_responses: int = 1000  # with chat completions and conversations, in memory; 0 keeps none
-    max_stored_responses_bytes: int = 256 << 20
-    max_stored_responses_seconds: float = 30 * 86400.0  # since they were last used
+    trust_request_chat_template: bool = setting(False, "accept chat templates in requests", **SWITCH)
+    tool_call_parser: str | None = setting(None, _formats("tool calls", TOOL_PARSERS), metavar="NAME")
+    reasoning_parser: str | None = setting(None, _formats("reasoning", REASONING_PARSERS), metavar="NAME")
+    served_names: tuple[str, ...] = setting(
+        (),
+        "names of the model in the API; answers report the first, /v1/models lists all",
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+    )  # none: the model's own name
+    model_aliases: tuple[str, ...] = setting(
+        (),
+        "another name for the model, or for an embedding model or adapter; not listed (repeatable)",
+        "--model-alias",
+        metavar="NAME[=MODEL]",
+    )
+    any_model_name: bool = setting(
+        False, "accept every name: an unknown one means the model, or the first embedding model", **SWITCH
+    )
+    keep_alive: float | None = None  # seconds without a request after which the server ends
+    embeddings: bool = True  # False: only an encoder that is the main model embeds
+    embedding_models: tuple[str, ...] = setting(
+        (),
+        "also serve this embedding model, classifier or reranker: builtin, a folder or a hub id (repeatable; "
+        "default: the built-in one, started by the first request for it)",
+        *("--embedding-model", "--encoder-model"),
+        metavar="MODEL",
+    )
+    embedding_truncate: bool = setting(
+        False, "cut texts that are longer than the embedding model takes (default: refuse them)", **SWITCH
+    )  # unless a request says how
+    data_dir: str | None = setting(
+        None,
+        "folder of files, vector stores and batches, or none (default: `data` in the cache folder)",
+        metavar="FOLDER",
+    )
+    train_share: float = setting(0.5, "share of the cores that a fine-tuning job may use")
+    vector_store: str | None = setting(
+        None,
+        "keep the indexes of vector stores in a Qdrant server, qdrant://HOST:6333 (default: in the data folder)",
+        metavar="URL",
+    )
+    max_file_bytes: int = setting(
+        512 << 20, "maximum size of an uploaded file (default: 512MiB)", metavar="BYTES"
+    )  # and of a part of one
+    data_parallel_size: int = setting(
+        1,
+        "engines that serve the model, each on its own GPU or with its share of the cores",
+        *("--data-parallel-size", "-dp"),
+    )
+    data_parallel_backend: str = setting(
+        "mp",
+        "mp: on this machine; ray: on the machines of a Ray cluster",
+        *("--data-parallel-backend", "-dpb"),
+        metavar="NAME",
+    )
+    ray_address: str | None = setting(
+        None, "HOST:PORT of the Ray cluster (default: this machine's)", metavar="RAY_ADDRESS"
+    )
+    data_parallel_rpc_port: int = setting(
+        0,
+        "with ray: port for the first engine's connection, the others' follow (default: any free ones)",
+        metavar="PORT",
+    )
+    roles: tuple[str, ...] = setting(
+        (),
+        "role of each of them: prefill computes prompts, decode the answers, both does both",
+        metavar="ROLE,…",
+        type=_separated,
+    )
+    routing_policy: str = setting(
+        "prefix-work",
+        "which of them gets a request: prefix-work, least-work, least-requests or round-robin",
+        metavar="NAME",
+    )
+    log_requests: bool = setting(False, "log one line for each request", **SWITCH)
+    otlp_traces_endpoint: str | None = setting(
+        None, "send OpenTelemetry traces to this URL (needs the extra `otel`)", metavar="URL"
+    )
 
     @property
     def aliases(self) -> dict[str, str | None]:
@@ -110,7 +205,7 @@ class ServerSettings:
         if not all(self.aliases) or not all(self.served_names):
             raise ConfigError("served_model_name or model_alias is empty: give a name")
         for name in (
-            *_PER_KEY,
+            *PER_KEY,
             "max_body_bytes",
             "max_file_bytes",
             "max_header_bytes",
@@ -138,7 +233,7 @@ class ServerSettings:
             raise ConfigError(f"train_share={self.train_share} must be above 0 and at most 1")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must not be negative")
-        for name in ("isolate_keys", *_PER_KEY):
+        for name in ("isolate_keys", *PER_KEY):
             if getattr(self, name) and not self.api_keys:
                 raise ConfigError(f"{name} needs API keys: give api_key or api_key_file")
 
@@ -152,7 +247,7 @@ class ServerSettings:
                 f"data_parallel_size={self.data_parallel_size} needs one HTTP process, which knows what each replica "
                 f"has to do, and api_server_count={count}: leave one out, or start several servers behind quire route"
             )
-        for name in _PER_KEY:
+        for name in PER_KEY:
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name} is counted in one process and api_server_count={count}: leave one of them out"

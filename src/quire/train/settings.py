@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire.adapters.settings import MAX_RANK
+from quire.core.config import one_of, setting
 from quire.core.errors import ConfigError
 
 AUTO = "auto"
@@ -22,33 +23,54 @@ MAX_EPOCHS = 50
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """None is `auto`: `resolved` fills it in."""
+    """None is `auto`: `resolved` fills it in. All but the method carry the text of their flag."""
 
     method: str = SUPERVISED
-    rank: int = 16
-    alpha: float | None = None  # auto: twice the rank
-    dropout: float = 0.0
-    targets: tuple[str, ...] = (ALL,)
-    epochs: int | None = None
-    batch_size: int | None = None  # examples of an optimizer step
-    batch_tokens: int | None = None  # of one packed batch; a step accumulates gradients over several
-    learning_rate: float | None = None
-    learning_rate_multiplier: float = 1.0
-    schedule: str = "cosine"
-    warmup: float = 0.05  # share of all steps
-    clip: float = 1.0  # largest norm of a step's gradient; 0: none
-    weight_decay: float = 0.0
-    optimizer: str = "adamw"
-    recompute: bool = False  # activation checkpointing
-    qlora: bool | None = None  # auto: where the checkpoint has fewer than 8 bits a weight
-    beta: float = 0.1  # of DPO
-    max_length: int | None = None  # tokens of an example; auto: the model's context, at most 4,096
-    validation_split: float = 0.1
-    checkpoint_steps: int | None = None  # auto: ten in all
-    keep_checkpoints: int = 3
-    seed: int = 0
-    paged: bool = (
-        False  # optimizer states in host memory; they go there by themselves where the device is full
+    epochs: int | None = setting(None, "passes over the data (default: auto)")
+    batch_size: int | None = setting(None, "examples of a step (default: auto)")
+    batch_tokens: int | None = setting(
+        None, "tokens computed at a time; a step sums gradients over several (default: auto)"
+    )
+    learning_rate: float | None = setting(None, "highest rate (default: auto)")
+    learning_rate_multiplier: float = setting(1.0, "of the automatic rate (default: 1)")
+    schedule: str = setting("cosine", "of the rate after the warm-up", choices=SCHEDULES)
+    warmup: float = setting(0.05, "share of the steps in which the rate rises")
+    clip: float = setting(1.0, "largest norm of a gradient (default: 1.0; 0: none)")
+    weight_decay: float = setting(0.0, "of AdamW (default: 0)")
+    optimizer: str = setting("adamw", "AdamW with states in 32 or 8 bits", choices=tuple(BITS))
+    max_length: int | None = setting(
+        None, "tokens of an example at most (default: the context, at most 4096)"
+    )
+    validation_split: float = setting(0.1, "share of the data that is held out")
+    beta: float = setting(0.1, "of dpo")
+    seed: int = setting(0, "the same seed gives the same adapter")
+    checkpoint_steps: int | None = setting(None, "steps between checkpoints (default: ten in all)")
+    keep_checkpoints: int = setting(3, "newest ones that stay")
+    rank: int = setting(16, "of every matrix", "--rank", "-r")
+    alpha: float | None = setting(None, "scale times rank (default: twice the rank)")
+    dropout: float = setting(0.0, "of the adapter's inputs (default: 0)")
+    targets: tuple[str, ...] = setting(
+        (ALL,),
+        "linear layers to adapt, such as q_proj v_proj (default: all-linear)",
+        "--target-modules",
+        nargs="+",
+        metavar="NAME",
+    )
+    qlora: bool | None = setting(
+        None,
+        "the base in 4 bits: NF4, or its own blocks (default: where the checkpoint has fewer than 8 bits)",
+    )
+    recompute: bool = setting(
+        False,
+        "keep only the inputs of layers for the backward pass",
+        "--gradient-checkpointing",
+        action="store_true",
+    )
+    paged: bool = setting(
+        False,
+        "optimizer states in host memory (by itself where a GPU is full)",
+        "--offload-optimizer",
+        action="store_true",
     )
 
     def __post_init__(self) -> None:
@@ -70,10 +92,7 @@ class TrainSettings:
         for name in ("clip", "weight_decay", "seed"):
             _check(name, getattr(self, name), lambda value: value >= 0, "0 or more")
         for name, known in (("method", METHODS), ("schedule", SCHEDULES), ("optimizer", tuple(BITS))):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not known: choose one of {', '.join(known)}"
-                )
+            one_of(name, getattr(self, name), known)
         if not self.targets:
             raise ConfigError(f"targets names no module: give some, or {ALL}")
 

@@ -2,10 +2,15 @@
 
 Own, because torch's ZeroRedundancyOptimizer shards by whole parameters and only states, and FSDP2 shards modules:
 here the trained numbers are one flat vector, and models are no modules.
+
+With P parameters, N ranks and K bytes of optimizer states for each parameter (12 in mixed precision: a float32 copy and
+Adam's two states), a rank keeps 2P + 2P + KP bytes in stage 0, 2P + 2P + KP / N in stage 1, 2P + (2 + K) P / N in stage
+2 and (4 + K) P / N in stage 3.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,6 +21,42 @@ from quire.train.frozen import StoredWeight
 from quire.train.lora import LoraParameters
 
 STAGES = (0, 1, 2, 3)
+MIXED_STATE = 12  # bytes: float32 parameters, momentum and variance
+HALF, SINGLE = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one rank."""
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def full_training(num_parameters: int, ranks: int) -> tuple[StageMemory, ...]:
+    """All parameters trained with Adam in mixed precision."""
+    half = HALF * num_parameters
+    return _stages(ranks, half, half, MIXED_STATE * num_parameters)
+
+
+def lora_training(base_bytes: float, trained: int, ranks: int) -> tuple[StageMemory, ...]:
+    """A frozen base and `trained` float32 parameters, with states of AdamW in 32 bits: what `quire finetune` keeps."""
+    single = SINGLE * trained
+    return _stages(ranks, base_bytes + single, single, 2 * single)
+
+
+def _stages(ranks: int, parameters: float, gradients: float, optimizer: float) -> tuple[StageMemory, ...]:
+    first_divided = ((3, parameters), (2, gradients), (1, optimizer))
+    return tuple(
+        StageMemory(stage, *(part / (ranks if stage >= first else 1) for first, part in first_divided))
+        for stage in STAGES
+    )
 
 
 class StateShards:

@@ -38,7 +38,7 @@ import httpx
 
 from quire.bench.machine import describe_origin
 from quire.llm.embedder import Embedder
-from quire.rag.citations import with_passages
+from quire.rag.prompts import with_passages
 from quire_lab.experiments.rag import RECALL_1, RECALL_5, TOLERANCE, read_xquad, reference_recalls
 
 XQUAD = Path(os.environ.get("QUIRE_SHARED", "shared"), "data/xquad/xquad.en.json")

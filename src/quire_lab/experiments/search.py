@@ -12,7 +12,8 @@ import numpy
 
 from quire.core.errors import ConfigError
 from quire.rag.filters import Filter, parse_filter
-from quire.rag.index import IndexQuery, Point, VectorIndex, open_index
+from quire.rag.index import open_index
+from quire.rag.ranking import IndexQuery, Point, VectorIndex
 from quire_lab.measure.hnsw import METRICS, Hnsw, clustered
 from quire_lab.report.experiment import Bar, Check, Experiment, Finding, Setup, Table
 from quire_lab.report.figure import GREY, LIGHT, Picture, line_style, look, plain_log

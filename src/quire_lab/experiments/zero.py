@@ -13,11 +13,10 @@ import torch
 from quire.models.registry import describe
 from quire.train.frozen import FrozenFormat, keep
 from quire.train.lora import LoraParameters
-from quire.train.memory import full_training, trained_bytes
 from quire.train.model import Example, TrainedModel
 from quire.train.settings import ALL, TrainSettings
 from quire.train.trainer import Trainer
-from quire.train.zero import ShardedWeight, end_ranks, start_ranks
+from quire.train.zero import ShardedWeight, end_ranks, full_training, lora_training, start_ranks
 from quire.weights.source import DummySource
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
@@ -113,7 +112,9 @@ def _on_ranks(cell: Cell) -> dict[str, Any]:
 def _finding(cells: list[Cell], alone: dict[str, Any], measured: list[dict[str, Any]]) -> Finding:
     rows, worst, apart = [], 0.0, 0.0
     for cell, result in zip(cells, measured, strict=True):
-        expected = trained_bytes(cell.stage, cell.ranks, result["trained"], alone["bytes"]["base"])
+        kept_of_trained = lora_training(0, result["trained"], cell.ranks)[cell.stage]
+        base = lora_training(alone["bytes"]["base"], 0, cell.ranks)[cell.stage].parameters
+        expected = {"base": base, **{part: getattr(kept_of_trained, part) for part in PARTS[1:]}}
         total, computed = sum(result["bytes"].values()), sum(expected.values())
         worst = max(worst, *(abs(result["bytes"][part] / expected[part] - 1) for part in PARTS))
         apart = max(apart, *(abs(a - b) for a, b in zip(result["losses"], alone["losses"], strict=True)))

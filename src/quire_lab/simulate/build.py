@@ -13,12 +13,13 @@ from quire.core.stats import PoolSize, StartStats
 from quire.engine.build import Built, Report, default_sampling, end_token_ids
 from quire.engine.build.adapters import separate_blocks
 from quire.engine.build.assemble import model_vocabulary
-from quire.engine.build.encoder_decoder import encoder_decoder_config, encoder_input
 from quire.engine.build.report import policies_in_words, running_on
 from quire.engine.build.resolve import (
     Precision,
     block_layout,
     default_limits,
+    encoder_decoder_config,
+    encoder_input,
     layer_groups,
     resolve_max_model_len,
     resolve_precision,

@@ -15,7 +15,6 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import StartStats
 from quire.engine.adapters import Adapters
 from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters
-from quire.engine.build.encoder_decoder import encoder_input
 from quire.engine.build.host_memory import HostMemory, make_host_memory
 from quire.engine.build.pins import PinnedPrefix, pin_prefixes
 from quire.engine.build.pool import BuiltPool, make_pool, start_kernel_warmup
@@ -25,6 +24,7 @@ from quire.engine.build.resolve import (
     BuildPlan,
     Progress,
     default_sampling,
+    encoder_input,
     end_token_ids,
     is_simulated,
     make_plan,

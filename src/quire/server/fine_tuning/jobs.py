@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import QuireError
+from quire.observe.host import process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
 from quire.train.settings import FAILED, FINISHED
@@ -196,7 +197,7 @@ class Jobs:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         self._children[job.id] = process
-        job.pid, job.pid_started = process.pid, _started(process.pid)
+        job.pid, job.pid_started = process.pid, process_birth(process.pid) or ""
         if job.status != RUNNING:
             job.status = RUNNING
             self._say(job, "Fine-tuning job started")
@@ -267,7 +268,7 @@ class Jobs:
         if child is not None:
             return child.poll() is None
         assert job.pid is not None
-        return bool(job.pid_started) and _started(job.pid) == job.pid_started
+        return bool(job.pid_started) and process_birth(job.pid) == job.pid_started
 
     # ------------------------------------------------------------------ files
 
@@ -276,12 +277,3 @@ class Jobs:
 
     def _save(self, job: Job) -> None:
         write_json(self.folder(job) / "job.json", asdict(job))
-
-
-def _started(pid: int) -> str:
-    """The process's start, in ticks since the machine's; empty where there is none, or only its remains."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state == "Z" else rest[18]

@@ -15,7 +15,7 @@ import pydantic
 from fastapi import Request
 
 from quire.core.errors import InvalidRequest
-from quire.rag.citations import citations, with_passages
+from quire.rag.prompts import citations, with_passages
 from quire.rag.stores import StorePassage, VectorStore
 from quire.server.chat import ChatReply, answer_chat, chat_prompt, chat_tools
 from quire.server.errors import from_validation

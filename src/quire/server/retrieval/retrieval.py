@@ -16,9 +16,9 @@ from quire.core.request import EmbedRequest
 from quire.rag.database import RagDatabase
 from quire.rag.files import FileStore
 from quire.rag.filters import Filter
+from quire.rag.index import store_indexes
 from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
 from quire.rag.qdrant_server import StoreUnreachable
-from quire.rag.store_indexes import store_indexes
 from quire.rag.stores import StorePassage, VectorStore, VectorStores
 from quire.server.encoder_requests import all_pooled, new_id, token_ids
 from quire.server.errors import ApiError, Unavailable
