@@ -21,7 +21,6 @@ from quire.server.embeddings import embeddings_router
 from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.fill_mask import fill_mask_router
-from quire.server.fine_tuning.routes import fine_tuning_router
 from quire.server.laboratory import laboratory_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
@@ -30,7 +29,7 @@ from quire.server.operations import operations_router
 from quire.server.page import page_router
 from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
-from quire.server.retrieval.routes import batches_router, files_router, stores_router
+from quire.server.retrieval.routes import data_router
 from quire.server.scoring import scoring_router
 from quire.server.service import Service
 from quire.server.stored_chats import stored_chats_router
@@ -47,10 +46,7 @@ ROUTERS = (
     embeddings_router,
     scoring_router,
     fill_mask_router,
-    files_router,
-    stores_router,
-    batches_router,
-    fine_tuning_router,
+    data_router,
     models_router,
     tokens_router,
     ollama_router,

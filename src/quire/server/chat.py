@@ -30,7 +30,6 @@ from quire.server.protocol.completions import (
 )
 from quire.server.reply import (
     DONE,
-    ERRORS,
     EventStream,
     JsonReply,
     TextEvent,
@@ -55,7 +54,7 @@ from quire.text.tokenizer import Tokenizer
 def chat_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["chat"])
 
-    @router.post("/v1/chat/completions", responses={**answers(ChatCompletion, ChatCompletionChunk), **ERRORS})
+    @router.post("/v1/chat/completions", responses=answers(ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, whole or in pieces."""
         warn_without_effect(request, body, CHAT_WITHOUT_EFFECT)
@@ -71,7 +70,7 @@ def chat_router(service: Service) -> APIRouter:
             return EventStream(reply, reply.response_id)
         return JsonReply(await reply.whole())
 
-    @router.post("/v1/chat/completions/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    @router.post("/v1/chat/completions/input_tokens", responses=answers(InputTokens))
     async def count_input_tokens(body: ChatCompletionRequest) -> Response:
         """How many tokens a chat's prompt would have."""
         _refuse_unsupported(body, service.settings.trust_request_chat_template)

@@ -12,7 +12,7 @@ from quire.core.errors import InvalidRequest
 from quire.core.request import EmbedRequest
 from quire.server.encoder_requests import encoded, kept_tokens, new_id, token_ids
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import JsonReply, answers
 from quire.server.service import Service
 from quire.text.encoder_texts import with_prompt
 from quire.text.prompts import as_list
@@ -23,7 +23,7 @@ PATH = "/v1/embeddings"
 def embeddings_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["embeddings"])
 
-    @router.post(PATH, responses={**answers(EmbeddingList), **ERRORS})
+    @router.post(PATH, responses=answers(EmbeddingList))
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         """One vector for each text."""
         service.refuse_if_draining()  # before an encoder is started for it

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quire.core.errors import InvalidRequest
 from quire.server.encoder_requests import encoded, kept_tokens, new_id, token_ids
 from quire.server.protocol.scoring import FilledMaskList, FillMaskRequest
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import JsonReply, answers
 from quire.server.service import Service
 from quire.text.encoder_texts import masked_request, predictions_of
 
@@ -19,7 +19,7 @@ PATH = "/v1/fill-mask"
 def fill_mask_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["encoders"])
 
-    @router.post(PATH, responses={**answers(FilledMaskList), **ERRORS})
+    @router.post(PATH, responses=answers(FilledMaskList))
     async def fill_mask(body: FillMaskRequest, request: Request) -> Response:
         """Predictions of each mask token of each text, as transformers' pipeline makes them."""
         service.refuse_if_draining()

@@ -22,7 +22,7 @@ from quire.server.protocol.scoring import (
     ScoreList,
     ScoreRequest,
 )
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import JsonReply, answers
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.text.encoder_texts import cosine, pair_request
@@ -63,7 +63,7 @@ def _head(request_id: str, model: str, num_tokens: int) -> dict[str, Any]:
 def scoring_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["encoders"])
 
-    @router.post(CLASSIFY, responses={**answers(ClassifiedTexts), **ERRORS})
+    @router.post(CLASSIFY, responses=answers(ClassifiedTexts))
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """The class of each text, and the probabilities of all classes."""
         service.refuse_if_draining()
@@ -80,7 +80,7 @@ def scoring_router(service: Service) -> APIRouter:
         head = _head(embed.request_id, encoder.names[0], embed.num_prompt_tokens)
         return JsonReply({**head, "data": data})
 
-    @router.post(SCORE, responses={**answers(ScoreList), **ERRORS})
+    @router.post(SCORE, responses=answers(ScoreList))
     async def score(body: ScoreRequest, request: Request) -> Response:
         """How well texts go with others: by a cross-encoder, or as the cosine of two vectors."""
         first, second = (
@@ -98,7 +98,7 @@ def scoring_router(service: Service) -> APIRouter:
         ]
         return JsonReply({**_head(scored.id, scored.model, scored.num_tokens), "data": data})
 
-    @router.post(RERANK, responses={**answers(RerankedDocuments), **ERRORS})
+    @router.post(RERANK, responses=answers(RerankedDocuments))
     @router.post("/v2/rerank", include_in_schema=False)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents in the order in which they answer a query."""

@@ -8,6 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +65,7 @@ class TuningEndpoints:
 
     # ------------------------------------------------------------------ requests
 
-    async def create(self, body: NewFineTuningJob, request: Request) -> Response:
+    async def create_job(self, body: NewFineTuningJob, request: Request) -> Response:
         service, owner = self._service, owner_of(request)
         if service.models.config.adapters.lora_dir is None:
             raise InvalidRequest(
@@ -98,14 +99,14 @@ class TuningEndpoints:
         self.jobs.create(job, training, validation)
         return JsonReply(self._shown(job))
 
-    async def list_all(self, request: Request) -> Response:
+    async def list_jobs(self, request: Request) -> Response:
         jobs, more = _page(self.jobs.all_of(owner_of(request)), request, lambda job: job.id)
         return JsonReply({"object": "list", "data": [self._shown(job) for job in jobs], "has_more": more})
 
-    async def retrieve(self, job_id: str, request: Request) -> Response:
+    async def retrieve_job(self, job_id: str, request: Request) -> Response:
         return JsonReply(self._shown(self._job(job_id, request)))
 
-    async def change(self, job_id: str, action: str, request: Request) -> Response:
+    async def _change(self, action: str, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
         wanted, allowed = {
             "cancel": (CANCELLED, (QUEUED, RUNNING, PAUSED)),
@@ -119,14 +120,18 @@ class TuningEndpoints:
         self.jobs.change(job, wanted)
         return JsonReply(self._shown(job))
 
-    async def events(self, job_id: str, request: Request) -> Response:
+    cancel_job = partialmethod(_change, "cancel")
+    pause_job = partialmethod(_change, "pause")
+    resume_job = partialmethod(_change, "resume")
+
+    async def list_job_events(self, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
         if request.query_params.get("stream") == "true":
             return StreamingResponse(self._stream(job), media_type="text/event-stream")
         shown, more = _page(self._events(job)[::-1], request, lambda event: event["id"])
         return JsonReply({"object": "list", "data": shown, "has_more": more})
 
-    async def checkpoints(self, job_id: str, request: Request) -> Response:
+    async def list_job_checkpoints(self, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
         shown, more = _page(self._checkpoints(job)[::-1], request, lambda one: one["id"])
         return JsonReply({"object": "list", "data": shown, "has_more": more})

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.protocol.responses import CompactedResponse, ConversationInput, Item
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import JsonReply, answers
 from quire.server.responses.builder import response_usage
 from quire.server.responses.convert_request import NAMES, chat_messages, new_id, write_summary
 from quire.server.responses.endpoints import drop_oldest_turns, read_conversation
@@ -24,7 +24,7 @@ _REQUEST = (
 def compact_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["responses"])
 
-    @router.post("/v1/responses/compact", responses={**answers(CompactedResponse), **ERRORS})
+    @router.post("/v1/responses/compact", responses=answers(CompactedResponse))
     async def compact_response(body: ConversationInput, request: Request) -> Response:
         """A shorter conversation to go on with: send its output as input. The summary is written by the model."""
         items = read_conversation(service.store, request, body).items

@@ -23,7 +23,7 @@ from quire.server.protocol.responses import (
     ResponseObject,
     ResponseRequest,
 )
-from quire.server.reply import ERRORS, EventStream, JsonReply, answers
+from quire.server.reply import EventStream, JsonReply, answers
 from quire.server.responses.background import (
     BackgroundResponses,
     EventLog,
@@ -57,7 +57,7 @@ def responses_router(service: Service) -> APIRouter:
     store = service.store
     background = BackgroundResponses(store.max_bytes)
 
-    @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
+    @router.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
         warn_without_effect(request, body, RESPONSE_WITHOUT_EFFECT)
@@ -98,7 +98,7 @@ def responses_router(service: Service) -> APIRouter:
         on_end()
         return JsonReply(builder.response)
 
-    @router.post("/v1/responses/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    @router.post("/v1/responses/input_tokens", responses=answers(InputTokens))
     async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
         """How many tokens a response's prompt would have."""
         read = read_conversation(store, request, body, background)
@@ -111,7 +111,7 @@ def responses_router(service: Service) -> APIRouter:
 
 
 def _add_stored_routes(router: APIRouter, store: ObjectStore, background: BackgroundResponses) -> None:
-    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
+    @router.get("/v1/responses/{response_id}", responses=answers(ResponseObject, ResponseEvent))
     async def retrieve_response(response_id: str, request: Request) -> Response:
         """A response that is kept or runs; the events of one in the background after `starting_after`."""
         owner, query = context_of(request).key, request.query_params
@@ -130,7 +130,7 @@ def _add_stored_routes(router: APIRouter, store: ObjectStore, background: Backgr
         number = _number_after(query.get("starting_after"))
         return EventStream(FollowedEvents(events, number, request.receive), response_id)
 
-    @router.post("/v1/responses/{response_id}/cancel", responses={**answers(ResponseObject), **ERRORS})
+    @router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseObject))
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Ends a response in the background; one that has ended already is returned as it is."""
         owner = context_of(request).key
@@ -140,7 +140,7 @@ def _add_stored_routes(router: APIRouter, store: ObjectStore, background: Backgr
             raise InvalidRequest("only a response made with background: true can be cancelled", "response_id")
         return JsonReply(response)
 
-    @router.delete("/v1/responses/{response_id}", responses={**answers(Deleted), **ERRORS})
+    @router.delete("/v1/responses/{response_id}", responses=answers(Deleted))
     async def delete_response(response_id: str, request: Request) -> Response:
         """Deletes a response. Responses that continued it keep their own copy of the conversation."""
         owner = context_of(request).key
@@ -149,7 +149,7 @@ def _add_stored_routes(router: APIRouter, store: ObjectStore, background: Backgr
         gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
         return JsonReply(gone)
 
-    @router.get("/v1/responses/{response_id}/input_items", responses={**answers(ItemList), **ERRORS})
+    @router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList))
     async def list_input_items(response_id: str, request: Request) -> Response:
         """A response's input and the conversation before it, newest first."""
         owner = context_of(request).key

@@ -32,7 +32,7 @@ class BatchEndpoints:
         self._jobs = jobs
         self._records = jobs.records
 
-    async def create(self, body: NewBatch, request: Request) -> Response:
+    async def create_batch(self, body: NewBatch, request: Request) -> Response:
         owner = owner_of(request)
         if body.endpoint not in _ENDPOINTS:
             raise InvalidRequest(
@@ -55,15 +55,15 @@ class BatchEndpoints:
         self._jobs.start(batch)
         return JsonReply(_shown(batch))
 
-    async def list_all(self, request: Request) -> Response:
+    async def list_batches(self, request: Request) -> Response:
         asked = page_query(request.query_params)
         page = await self._retrieval.run(self._records.page, owner_of(request), OPENAI, asked)
         return JsonReply(shown_page(*page, _shown))
 
-    async def retrieve(self, batch_id: str, request: Request) -> Response:
+    async def retrieve_batch(self, batch_id: str, request: Request) -> Response:
         return JsonReply(_shown(await self._record(request, OPENAI, batch_id)))
 
-    async def cancel(self, batch_id: str, request: Request) -> Response:
+    async def cancel_batch(self, batch_id: str, request: Request) -> Response:
         batch = await self._record(request, OPENAI, batch_id)
         if batch.status not in UNFINISHED:
             raise InvalidRequest(
@@ -76,7 +76,7 @@ class BatchEndpoints:
 
     # ------------------------------------------------------------------ Anthropic's
 
-    async def create_messages(self, body: NewMessageBatch, request: Request) -> Response:
+    async def create_message_batch(self, body: NewMessageBatch, request: Request) -> Response:
         seen: set[str] = set()
         for index, entry in enumerate(body.requests):
             if entry.custom_id in seen:
@@ -104,32 +104,32 @@ class BatchEndpoints:
         self._jobs.start(batch)
         return JsonReply(_shown_messages(batch, str(request.base_url)))
 
-    async def list_messages(self, request: Request) -> Response:
+    async def list_message_batches(self, request: Request) -> Response:
         asked = page_query(request.query_params, MAX_LISTED_MESSAGES, after="after_id", before="before_id")
         page = await self._retrieval.run(self._records.page, owner_of(request), ANTHROPIC, asked)
         shown = shown_page(*page, lambda batch: _shown_messages(batch, str(request.base_url)))
         del shown["object"]
         return JsonReply(shown)
 
-    async def retrieve_messages(self, batch_id: str, request: Request) -> Response:
+    async def retrieve_message_batch(self, batch_id: str, request: Request) -> Response:
         batch = await self._record(request, ANTHROPIC, batch_id)
         return JsonReply(_shown_messages(batch, str(request.base_url)))
 
-    async def cancel_messages(self, batch_id: str, request: Request) -> Response:
+    async def cancel_message_batch(self, batch_id: str, request: Request) -> Response:
         """One that has ended already is returned as it is."""
         batch = await self._record(request, ANTHROPIC, batch_id)
         if batch.status in UNFINISHED:
             batch = await self._jobs.cancel(batch)
         return JsonReply(_shown_messages(batch, str(request.base_url)))
 
-    async def delete_messages(self, batch_id: str, request: Request) -> Response:
+    async def delete_message_batch(self, batch_id: str, request: Request) -> Response:
         batch = await self._record(request, ANTHROPIC, batch_id)
         if batch.status in UNFINISHED:
             raise InvalidRequest(f"the batch {batch_id} still runs: cancel it first", "batch_id")
         await self._retrieval.run(self._jobs.drop, batch)
         return JsonReply({"id": batch_id, "type": "message_batch_deleted"})
 
-    async def message_results(self, batch_id: str, request: Request) -> Response:
+    async def retrieve_message_batch_results(self, batch_id: str, request: Request) -> Response:
         """A line for each request, in the order in which they ended; then the requests without an answer."""
         batch = await self._record(request, ANTHROPIC, batch_id)
         if batch.status in UNFINISHED:

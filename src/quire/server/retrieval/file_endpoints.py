@@ -45,14 +45,14 @@ class FileEndpoints:
         self._files = retrieval.files
         self._max_file_bytes = max_file_bytes
 
-    async def create(self, request: Request) -> Response:
+    async def create_file(self, request: Request) -> Response:
         async with sent_form(request, self._files, "file", self._max_file_bytes) as form:
             purpose, seconds = _purpose(form), _expires_seconds(form)
             add, name = self._files.add, form.filename or "file"
             file = await run_in_threadpool(add, owner_of(request), form.path, name, purpose, seconds)
         return JsonReply(shown_file(file))
 
-    async def list_all(self, request: Request) -> Response:
+    async def list_files(self, request: Request) -> Response:
         query = request.query_params
         asked = page_query(query, MAX_LISTED_FILES, MAX_LISTED_FILES)
         files, more = await self._retrieval.run(
@@ -60,10 +60,10 @@ class FileEndpoints:
         )
         return JsonReply(shown_page(files, more, shown_file))
 
-    async def retrieve(self, file_id: str, request: Request) -> Response:
+    async def retrieve_file(self, file_id: str, request: Request) -> Response:
         return JsonReply(shown_file(await self._retrieval.run(self._files.get, owner_of(request), file_id)))
 
-    async def content(self, file_id: str, request: Request) -> Response:
+    async def retrieve_file_content(self, file_id: str, request: Request) -> Response:
         file = await self._retrieval.run(self._files.get, owner_of(request), file_id)
         opened = await run_in_threadpool(self._files.path(file.id).open, "rb")
         headers = {
@@ -73,7 +73,7 @@ class FileEndpoints:
         }
         return StreamingResponse(_pieces(opened), media_type="application/octet-stream", headers=headers)
 
-    async def delete(self, file_id: str, request: Request) -> Response:
+    async def delete_file(self, file_id: str, request: Request) -> Response:
         """From disk, and from all vector stores that have it."""
         owner = owner_of(request)
         await self._retrieval.run(self._files.get, owner, file_id)
@@ -91,7 +91,7 @@ class FileEndpoints:
         )
         return JsonReply(_shown_upload(upload, None))
 
-    async def add_part(self, upload_id: str, request: Request) -> Response:
+    async def create_upload_part(self, upload_id: str, request: Request) -> Response:
         owner = owner_of(request)
         await self._retrieval.run(self._files.pending_upload, owner, upload_id)
         async with sent_form(request, self._files, "data", MAX_PART_BYTES) as form:

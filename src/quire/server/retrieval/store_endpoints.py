@@ -1,6 +1,7 @@
 """StoreEndpoints: what /v1/vector_stores does."""
 
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 from fastapi import Request
@@ -41,7 +42,7 @@ class StoreEndpoints:
         self._retrieval = retrieval
         self._stores = retrieval.stores
 
-    async def create(self, body: NewStore, request: Request) -> Response:
+    async def create_vector_store(self, body: NewStore, request: Request) -> Response:
         owner = owner_of(request)
         days = body.expires_after.days if body.expires_after is not None else None
         files = [
@@ -59,7 +60,7 @@ class StoreEndpoints:
         self._retrieval.ingest.wake()
         return JsonReply(shown)
 
-    async def list_all(self, request: Request) -> Response:
+    async def list_vector_stores(self, request: Request) -> Response:
         asked = page_query(request.query_params)
 
         def listed() -> dict[str, Any]:
@@ -67,13 +68,13 @@ class StoreEndpoints:
 
         return JsonReply(await self._retrieval.run(listed))
 
-    async def retrieve(self, store_id: str, request: Request) -> Response:
+    async def retrieve_vector_store(self, store_id: str, request: Request) -> Response:
         def shown() -> VectorStoreObject:
             return self._shown(self._stores.get(owner_of(request), store_id))
 
         return JsonReply(await self._retrieval.run(shown))
 
-    async def update(self, store_id: str, body: StoreUpdate, request: Request) -> Response:
+    async def modify_vector_store(self, store_id: str, body: StoreUpdate, request: Request) -> Response:
         changes: dict[str, Any] = {}
         for field in body.model_fields_set:
             if field == "expires_after":
@@ -88,12 +89,12 @@ class StoreEndpoints:
 
         return JsonReply(await self._retrieval.run(make))
 
-    async def delete(self, store_id: str, request: Request) -> Response:
+    async def delete_vector_store(self, store_id: str, request: Request) -> Response:
         await self._retrieval.run(self._stores.delete, owner_of(request), store_id)
         gone: Deleted = {"id": store_id, "object": "vector_store.deleted", "deleted": True}
         return JsonReply(gone)
 
-    async def search(self, store_id: str, body: StoreSearch, request: Request) -> Response:
+    async def search_vector_store(self, store_id: str, body: StoreSearch, request: Request) -> Response:
         options, filter = SearchOptions.of(body), filter_of(body)
         queries = [body.query] if isinstance(body.query, str) else body.query
         store = await self._retrieval.run(self._stores.usable, owner_of(request), store_id)
@@ -111,7 +112,7 @@ class StoreEndpoints:
 
     # ------------------------------------------------------------------ files of a store
 
-    async def add_file(self, store_id: str, body: NewFile, request: Request) -> Response:
+    async def create_vector_store_file(self, store_id: str, body: NewFile, request: Request) -> Response:
         owner = owner_of(request)
         added = await self._checked(owner, [body], "file_id")
 
@@ -124,7 +125,9 @@ class StoreEndpoints:
         self._retrieval.ingest.wake()
         return JsonReply(shown)
 
-    async def list_files(self, store_id: str, request: Request, batch_id: str | None = None) -> Response:
+    async def list_vector_store_files(
+        self, store_id: str, request: Request, batch_id: str | None = None
+    ) -> Response:
         asked, status = page_query(request.query_params), request.query_params.get("filter")
         if status is not None and status not in COUNTS:
             raise InvalidRequest(f"filter={status[:40]!r}: give one of {', '.join(COUNTS)}", "filter")
@@ -137,14 +140,14 @@ class StoreEndpoints:
 
         return JsonReply(await self._retrieval.run(listed))
 
-    async def retrieve_file(self, store_id: str, file_id: str, request: Request) -> Response:
+    async def retrieve_vector_store_file(self, store_id: str, file_id: str, request: Request) -> Response:
         def shown() -> StoreFileObject:
             store = self._stores.get(owner_of(request), store_id)
             return shown_store_file(self._stores.file(store, file_id))
 
         return JsonReply(await self._retrieval.run(shown))
 
-    async def update_file(
+    async def update_vector_store_file(
         self, store_id: str, file_id: str, body: AttributesUpdate, request: Request
     ) -> Response:
         attributes = _attributes(body.attributes)
@@ -155,7 +158,7 @@ class StoreEndpoints:
 
         return JsonReply(await self._retrieval.run(make))
 
-    async def remove_file(self, store_id: str, file_id: str, request: Request) -> Response:
+    async def delete_vector_store_file(self, store_id: str, file_id: str, request: Request) -> Response:
         """From the store only: the file itself stays."""
 
         def remove() -> None:
@@ -165,7 +168,9 @@ class StoreEndpoints:
         gone: Deleted = {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
         return JsonReply(gone)
 
-    async def file_content(self, store_id: str, file_id: str, request: Request) -> Response:
+    async def retrieve_vector_store_file_content(
+        self, store_id: str, file_id: str, request: Request
+    ) -> Response:
         def read() -> FileContent:
             store = self._stores.get(owner_of(request), store_id)
             file = self._stores.file(store, file_id)
@@ -184,7 +189,7 @@ class StoreEndpoints:
 
     # ------------------------------------------------------------------ batches of files
 
-    async def create_batch(self, store_id: str, body: NewFileBatch, request: Request) -> Response:
+    async def create_file_batch(self, store_id: str, body: NewFileBatch, request: Request) -> Response:
         owner = owner_of(request)
         if (body.file_ids is None) == (body.files is None):
             raise InvalidRequest("send either file_ids or files", "file_ids")
@@ -202,7 +207,7 @@ class StoreEndpoints:
         self._retrieval.ingest.wake()
         return JsonReply(shown)
 
-    async def retrieve_batch(
+    async def retrieve_file_batch(
         self, store_id: str, batch_id: str, request: Request, cancel: bool = False
     ) -> Response:
         def read() -> FileBatchObject:
@@ -211,6 +216,9 @@ class StoreEndpoints:
             return self._shown_batch(act(store, batch_id))
 
         return JsonReply(await self._retrieval.run(read))
+
+    cancel_file_batch = partialmethod(retrieve_file_batch, cancel=True)
+    list_file_batch_files = list_vector_store_files
 
     async def _checked(self, owner: str, files: Sequence[NewFile], param: str) -> list[NewStoreFile]:
         """What is to be added; raises if a file is not there, or a field is wrong."""
