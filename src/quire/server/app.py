@@ -17,10 +17,9 @@ from quire.server.access import Keys, Origins, Rates, RequestMiddleware, context
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
-from quire.server.embeddings import embeddings_router
+from quire.server.encoders import embeddings_router, scoring_router
 from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
-from quire.server.fill_mask import fill_mask_router
 from quire.server.laboratory import laboratory_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
@@ -30,7 +29,6 @@ from quire.server.page import page_router
 from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.retrieval.routes import data_router
-from quire.server.scoring import scoring_router
 from quire.server.service import Service
 from quire.server.stored_chats import stored_chats_router
 
@@ -45,7 +43,6 @@ ROUTERS = (
     messages_router,
     embeddings_router,
     scoring_router,
-    fill_mask_router,
     data_router,
     models_router,
     tokens_router,

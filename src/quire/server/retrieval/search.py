@@ -12,8 +12,8 @@ from quire.rag.filters import Filter, parse_filter
 from quire.rag.ranking import IndexQuery
 from quire.rag.stores import StorePassage
 from quire.server.encoder_requests import all_pooled, new_id
+from quire.server.encoders import RERANK, Texts, paired
 from quire.server.protocol.retrieval import MAX_RESULTS, SearchFields, SearchResult
-from quire.server.scoring import RERANK, Texts, paired
 from quire.server.service import Service
 
 DEFAULT_RESULTS = 10
