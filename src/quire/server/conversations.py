@@ -21,7 +21,7 @@ from quire.server.protocol.responses import (
 from quire.server.reply import JsonReply, answers
 from quire.server.responses.convert_request import new_id, read_items
 from quire.server.service import Service
-from quire.server.stored import CONVERSATION, ObjectStore, StoredObject, check_encodable, page
+from quire.server.stored import CONVERSATION, ObjectStore, StoredObject, check_encodable, list_page, page
 
 MAX_CONVERSATION_BYTES = 4 << 20
 MAX_REFERRED_BYTES = 32 << 20
@@ -82,14 +82,7 @@ def _add_item_routes(router: APIRouter, store: ObjectStore) -> None:
         _check_size(len(stored.items) + check_encodable(items))
         if not add_items(store, stored.owner, conversation_id, items):
             raise _not_kept()
-        listed: ItemList = {
-            "object": "list",
-            "data": items,
-            "first_id": items[0]["id"] if items else None,
-            "last_id": items[-1]["id"] if items else None,
-            "has_more": False,
-        }
-        return JsonReply(listed)
+        return JsonReply(list_page(items, has_more=False))
 
     @router.get(path, responses=answers(ItemList))
     async def list_items(conversation_id: str, request: Request) -> Response:

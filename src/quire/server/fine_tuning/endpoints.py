@@ -101,7 +101,7 @@ class TuningEndpoints:
 
     async def list_jobs(self, request: Request) -> Response:
         jobs, more = _page(self.jobs.all_of(owner_of(request)), request, lambda job: job.id)
-        return JsonReply({"object": "list", "data": [self._shown(job) for job in jobs], "has_more": more})
+        return _list([self._shown(job) for job in jobs], more)
 
     async def retrieve_job(self, job_id: str, request: Request) -> Response:
         return JsonReply(self._shown(self._job(job_id, request)))
@@ -128,13 +128,11 @@ class TuningEndpoints:
         job = self._job(job_id, request)
         if request.query_params.get("stream") == "true":
             return StreamingResponse(self._stream(job), media_type="text/event-stream")
-        shown, more = _page(self._events(job)[::-1], request, lambda event: event["id"])
-        return JsonReply({"object": "list", "data": shown, "has_more": more})
+        return _list(*_page(self._events(job)[::-1], request, lambda event: event["id"]))
 
     async def list_job_checkpoints(self, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
-        shown, more = _page(self._checkpoints(job)[::-1], request, lambda one: one["id"])
-        return JsonReply({"object": "list", "data": shown, "has_more": more})
+        return _list(*_page(self._checkpoints(job)[::-1], request, lambda one: one["id"]))
 
     # ------------------------------------------------------------------ inside
 
@@ -299,6 +297,10 @@ def _metrics(event: dict[str, Any]) -> dict[str, float]:
     }
     named |= {"train_accuracy": "accuracy", "learning_rate": "learning_rate"}
     return {name: event[own] for name, own in named.items() if event.get(own) is not None}
+
+
+def _list(shown: Sequence[Any], has_more: bool) -> JsonReply:
+    return JsonReply({"object": "list", "data": shown, "has_more": has_more})
 
 
 def _page(entries: Sequence[T], request: Request, key: Any) -> tuple[list[T], bool]:

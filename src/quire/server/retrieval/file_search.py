@@ -26,8 +26,7 @@ from quire.server.responses.convert_request import new_id
 from quire.server.retrieval import is_file_search
 from quire.server.retrieval.file_endpoints import owner_of
 from quire.server.retrieval.retrieval import Retrieval
-from quire.server.retrieval.rewrite import rewritten
-from quire.server.retrieval.search import SearchOptions, filter_of
+from quire.server.retrieval.search import SearchOptions, filter_of, rewritten
 from quire.server.service import Service
 
 RESULTS = "file_search_call.results"  # what `include` calls them
