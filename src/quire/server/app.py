@@ -20,13 +20,11 @@ from quire.server.conversations import conversations_router
 from quire.server.encoders import embeddings_router, scoring_router
 from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
-from quire.server.laboratory import laboratory_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.ollama import ollama_router
 from quire.server.operations import operations_router
 from quire.server.page import page_router
-from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.retrieval.routes import data_router
 from quire.server.service import Service
@@ -37,7 +35,6 @@ ROUTERS = (
     chat_router,
     stored_chats_router,
     completions_router,
-    compact_router,
     responses_router,
     conversations_router,
     messages_router,
@@ -49,7 +46,6 @@ ROUTERS = (
     ollama_router,
     operations_router,
     engine_events_router,
-    laboratory_router,
     page_router,
 )
 

@@ -11,8 +11,6 @@ from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.server.access import add_warning, warn_without_effect
 from quire.server.errors import ApiError, not_supported
-from quire.server.functions import NAMES as FUNCTION_NAMES
-from quire.server.functions import function_delta, function_message, function_reason, with_tools
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.base import InputTokens, Usage
@@ -43,7 +41,15 @@ from quire.server.sampling import chat_sampling, greedy_copies, with_served_form
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.server.stored_chats import create_stored_chat
-from quire.server.tools import ToolPlan, tool_plan
+from quire.server.tools import (
+    FUNCTION_NAMES,
+    ToolPlan,
+    function_delta,
+    function_message,
+    function_reason,
+    tool_plan,
+    with_tools,
+)
 from quire.text.answer import AnswerSequence
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
 from quire.text.prompts import PreparedPrompt

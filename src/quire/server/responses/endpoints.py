@@ -1,5 +1,6 @@
-"""POST, GET and DELETE /v1/responses."""
+"""POST, GET and DELETE /v1/responses; POST /v1/responses/compact, which sums a long conversation up."""
 
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.base import Deleted, InputTokens
 from quire.server.protocol.responses import (
     RESPONSE_WITHOUT_EFFECT,
+    CompactedResponse,
     ConversationInput,
     Item,
     ItemList,
@@ -32,14 +34,17 @@ from quire.server.responses.background import (
     ended_log,
     stay,
 )
-from quire.server.responses.builder import ResponseBuilder, ResponseSearch, new_response
+from quire.server.responses.builder import ResponseBuilder, ResponseSearch, new_response, response_usage
 from quire.server.responses.convert_request import (
     NAMES,
     chat_fields,
+    chat_messages,
     conversation_id,
+    new_id,
     prompt_fields,
     read_items,
     refuse_unsupported,
+    write_summary,
 )
 from quire.server.retrieval import has_file_search
 from quire.server.service import Service
@@ -51,11 +56,18 @@ from quire.server.translation import (
     translated_prompt,
 )
 
+MAX_SUMMARY_TOKENS = 1024
+_REQUEST = (
+    "Summarise this conversation for the assistant that will continue it. Keep facts, decisions, names, numbers, "
+    "results of tools and open questions. Write only the summary."
+)
+
 
 def responses_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["responses"])
     store = service.store
     background = BackgroundResponses(store.max_bytes)
+    _add_compact(router, service)  # before paths that have an id in its place
 
     @router.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
     async def create_response(body: ResponseRequest, request: Request) -> Response:
@@ -270,3 +282,50 @@ async def drop_oldest_turns(items: list[Item], room: int, count: Counted) -> lis
         else:
             first = middle + 1
     return [*head, *items[starts[first] :]]
+
+
+# ---------------------------------------------------------------------- compaction
+
+
+def _add_compact(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/responses/compact", responses=answers(CompactedResponse))
+    async def compact_response(body: ConversationInput, request: Request) -> Response:
+        """A shorter conversation to go on with: send its output as input. The summary is written by the model."""
+        items = read_conversation(service.store, request, body).items
+        if not items:
+            raise InvalidRequest("input is empty: send a text or at least one item", "input")
+        service.check_room()
+        limit = service.model_named(body.model).ready.max_model_len
+        num_tokens = max(1, min(MAX_SUMMARY_TOKENS, limit // 4))
+
+        async def count(some: list[Item]) -> int:
+            return len((await translated_prompt(service, _summary_fields(body, some), NAMES)).token_ids)
+
+        shown = await drop_oldest_turns(items, limit - num_tokens, count)
+        fields = _summary_fields(body, shown) | {"max_completion_tokens": num_tokens, "temperature": 0.0}
+        whole = await (await translated_chat(service, request, fields, NAMES)).whole()
+        message = whole["choices"][0]["message"]
+        summary = message["content"] or message.get("reasoning_content", "")
+        compacted: CompactedResponse = {
+            "id": new_id("resp"),
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [
+                *(item for item in items if item.get("role") == "user"),
+                {"id": new_id("cmp"), "type": "compaction", "encrypted_content": write_summary(summary)},
+            ],
+            "usage": response_usage(whole["usage"]),
+        }
+        return JsonReply(compacted)
+
+
+def _summary_fields(body: ConversationInput, items: list[Item]) -> dict[str, object]:
+    """The fields of the chat that asks for the summary, as part of the user's last turn if that comes last."""
+    messages = chat_messages(items, body.instructions)
+    if messages[-1]["role"] == "user":
+        said = messages[-1]["content"]
+        parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        messages[-1] = {"role": "user", "content": [*parts, {"type": "text", "text": f"\n\n{_REQUEST}"}]}
+    else:
+        messages.append({"role": "user", "content": _REQUEST})
+    return {"model": body.model, "messages": messages}

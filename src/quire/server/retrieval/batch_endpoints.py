@@ -13,7 +13,7 @@ from quire.core.errors import InvalidRequest
 from quire.rag.batches import UNFINISHED, BatchRecord
 from quire.rag.files import checked_disk
 from quire.server.batch import URLS
-from quire.server.protocol.batches import BatchCounts, BatchObject, MessageBatch, NewBatch, NewMessageBatch
+from quire.server.protocol.retrieval import BatchCounts, BatchObject, MessageBatch, NewBatch, NewMessageBatch
 from quire.server.reply import JsonReply
 from quire.server.retrieval.batch_jobs import BatchJobs, RowCounts, read_rows
 from quire.server.retrieval.file_endpoints import in_thread, owner_of, page_query

@@ -18,7 +18,7 @@ from quire.rag.files import checked_disk
 from quire.server.access import Keys
 from quire.server.app import create_app
 from quire.server.batch import BadLine, BatchRun, BatchSummary, RowFile, parse_line
-from quire.server.protocol.batches import MAX_BATCH_BYTES, MAX_REQUESTS
+from quire.server.protocol.retrieval import MAX_BATCH_BYTES, MAX_REQUESTS
 from quire.server.retrieval.retrieval import Retrieval
 from quire.server.service import Service
 

@@ -13,14 +13,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.protocol.base import Deleted
-from quire.server.protocol.batches import (
-    BatchList,
-    BatchObject,
-    MessageBatch,
-    MessageBatchList,
-    NewBatch,
-    NewMessageBatch,
-)
 from quire.server.protocol.fine_tuning import (
     FineTuningJobList,
     FineTuningJobObject,
@@ -30,13 +22,19 @@ from quire.server.protocol.fine_tuning import (
 )
 from quire.server.protocol.retrieval import (
     AttributesUpdate,
+    BatchList,
+    BatchObject,
     CompleteUpload,
     FileBatchObject,
     FileContent,
     FileList,
     FileObject,
+    MessageBatch,
+    MessageBatchList,
+    NewBatch,
     NewFile,
     NewFileBatch,
+    NewMessageBatch,
     NewStore,
     NewUpload,
     SearchResults,
