@@ -52,8 +52,8 @@ from quire.server.stored import CONVERSATION, RESPONSE, ObjectStore, check_encod
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,
+    num_prompt_tokens,
     translated_chat,
-    translated_prompt,
 )
 
 MAX_SUMMARY_TOKENS = 1024
@@ -114,8 +114,8 @@ def responses_router(service: Service) -> APIRouter:
     async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
         """How many tokens a response's prompt would have."""
         read = read_conversation(store, request, body, background)
-        prompt = await translated_prompt(service, prompt_fields(body, read.items), NAMES)
-        count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        num_tokens = await num_prompt_tokens(service, prompt_fields(body, read.items), NAMES)
+        count: InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return JsonReply(count)
 
     _add_stored_routes(router, store, background)
@@ -252,7 +252,7 @@ async def _within(service: Service, body: ResponseRequest, items: list[Item]) ->
     limit = service.model_named(body.model).ready.max_model_len
 
     async def count(some: list[Item]) -> int:
-        return len((await translated_prompt(service, prompt_fields(body, some), NAMES)).token_ids)
+        return await num_prompt_tokens(service, prompt_fields(body, some), NAMES)
 
     return await drop_oldest_turns(items, max(1, limit - (body.max_output_tokens or 1)), count)
 
@@ -299,7 +299,7 @@ def _add_compact(router: APIRouter, service: Service) -> None:
         num_tokens = max(1, min(MAX_SUMMARY_TOKENS, limit // 4))
 
         async def count(some: list[Item]) -> int:
-            return len((await translated_prompt(service, _summary_fields(body, some), NAMES)).token_ids)
+            return await num_prompt_tokens(service, _summary_fields(body, some), NAMES)
 
         shown = await drop_oldest_turns(items, limit - num_tokens, count)
         fields = _summary_fields(body, shown) | {"max_completion_tokens": num_tokens, "temperature": 0.0}
