@@ -189,9 +189,8 @@ def _kind(status: int) -> str:
 # ---------------------------------------------------------------------- Anthropic's shape
 
 ANTHROPIC_PATH = "/v1/messages"
-THREAD_UNSUPPORTED = (
-    "thread_unsupported_request"  # clients that find it in `details` send all messages instead
-)
+# Clients that find this code in `details` send all messages instead.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -45,16 +45,12 @@ class ServerSettings:
     max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
     served_names: tuple[str, ...] = ()  # none: the model's own name; answers report the first
-    model_aliases: tuple[
-        str, ...
-    ] = ()  # NAME for the model, NAME=MODEL for another that is served; not listed
+    model_aliases: tuple[str, ...] = ()  # NAME for the model, NAME=MODEL for another one; not listed
     any_model_name: bool = False  # an unknown name means the model, or the first embedding model
     embeddings: bool = True  # False: only an encoder that is the main model embeds
     embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
     embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
-    data_dir: str | None = (
-        None  # of files and vector stores; None: in the cache folder; "none": there are none
-    )
+    data_dir: str | None = None  # of files and stores; None: in the cache folder; "none": there are none
     train_share: float = 0.5  # of the cores, for a fine-tuning job
     vector_store: str | None = None  # address of the indexes' server; None: in data_dir
     max_file_bytes: int = 512 << 20  # of an uploaded file, and of a part of one

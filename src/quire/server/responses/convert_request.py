@@ -250,9 +250,7 @@ def _read(item: Any, path: str, find: FindItem | None) -> Item:
                 "summary": _reasoning_parts(item.get("summary"), "summary_text", f"{path}.summary"),
                 "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{path}.content"),
             }
-        case (
-            "file_search_call"
-        ):  # what was found is not part of the conversation: a later turn searches again
+        case "file_search_call":  # what was found is left out: a later turn searches again
             queries = [query for query in item.get("queries") or () if isinstance(query, str)]
             return {
                 "id": _id(item, "fs"),
