@@ -238,7 +238,7 @@ class ChatReply:
         self._contents: list[TextEvent] = []
         if body.stream and parsers is None and not body.logprobs and copies == 1:
             self._contents = [
-                TextEvent(self._choice(index, {"content": ""}, None, None), "content")
+                TextEvent(self._choice(index, {"content": ""}), "content")
                 for index in range(self._num_choices)
             ]
 
@@ -302,7 +302,10 @@ class ChatReply:
         return b"".join([event(chunk) for chunk in self._deltas(change)])
 
     def _chunks(self, changes: Iterable[Change]) -> list[ChatCompletionChunk]:
-        chunks = [] if self._begun else [self._role(index) for index in range(self._num_choices)]
+        chunks: list[ChatCompletionChunk] = []
+        if not self._begun:
+            role: ChatDelta = {"role": "assistant", "content": ""}
+            chunks = [self._choice(index, role) for index in range(self._num_choices)]
         self._begun = True
         for change in changes:
             chunks += self._deltas(change)
@@ -316,15 +319,12 @@ class ChatReply:
             for chunk in chunks
         ]
 
-    def _role(self, index: int) -> ChatCompletionChunk:
-        return self._choice(index, {"role": "assistant", "content": ""}, None, None)
-
     def _whole_choice(self, index: int, sequence: AnswerSequence) -> ChatChoice:
-        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
+        reader = self._reader()
         message = read_message(reader, sequence.text)
         reason = _finish_reason(sequence, reader)
         if self.annotate is not None:
-            message["annotations"] = self._notes(sequence)
+            message["annotations"] = self.annotate(message["content"] or "")
         if self._has_functions:
             message, reason = function_message(message), function_reason(reason)
         return {
@@ -365,32 +365,30 @@ class ChatReply:
                 )
         if added and not added_deltas:
             added_deltas = [{"content": ""}]
-        chunks = [self._choice(sequence.index, delta, None, None) for delta in added_deltas]
+        chunks = [self._choice(sequence.index, delta) for delta in added_deltas]
         if added:
             chunks[-1]["choices"][0]["logprobs"] = self._logprobs(sequence, change.first_token)
         if reason is not None and self.annotate is not None:
-            chunks.append(self._choice(sequence.index, {"annotations": self._notes(sequence)}, None, None))
+            text = read_message(self._reader(), sequence.text)["content"] or ""
+            chunks.append(self._choice(sequence.index, {"annotations": self.annotate(text)}))
         if reason is not None:  # behind the last text, as in OpenAI's streams
-            chunks.append(self._choice(sequence.index, {}, None, reason, sequence.stop_reason))
+            chunks.append(self._choice(sequence.index, {}, reason, sequence.stop_reason))
         return chunks if self._copies == 1 else self._copied(chunks)
 
-    def _notes(self, sequence: AnswerSequence) -> list[dict[str, Any]]:
-        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
-        text = read_message(reader, sequence.text)["content"] or ""
-        return self.annotate(text) if self.annotate is not None else []
+    def _reader(self) -> AnswerReader:
+        return self._parsers.reader() if self._parsers is not None else AnswerReader()
 
     def _choice(
         self,
         index: int,
         delta: ChatDelta,
-        logprobs: ChatLogprobs | None,
-        finish_reason: str | None,
+        finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> ChatCompletionChunk:
         choice: ChatChunkChoice = {
             "index": index,
             "delta": delta,
-            "logprobs": logprobs,
+            "logprobs": None,
             "finish_reason": finish_reason,
         }
         if finish_reason is not None:

@@ -44,6 +44,14 @@ _NAMES = {
     "gradient_checkpointing": "recompute",
 }
 _FLAGS = {"targets": "target-modules", "recompute": "gradient-checkpointing", "paged": "offload-optimizer"}
+_METRICS = {  # OpenAI's names of an event's fields
+    "step": "step",
+    "total_steps": "num_steps",
+    "train_loss": "loss",
+    "full_valid_loss": "validation_loss",
+    "train_accuracy": "accuracy",
+    "learning_rate": "learning_rate",
+}
 WEIGHTS = "adapter_model.safetensors"
 STREAM_SECONDS = 0.5  # between looks at a job's log
 
@@ -289,14 +297,7 @@ def _event(job: Job, event: dict[str, Any]) -> JobEvent:
 
 
 def _metrics(event: dict[str, Any]) -> dict[str, float]:
-    named = {
-        "step": "step",
-        "total_steps": "num_steps",
-        "train_loss": "loss",
-        "full_valid_loss": "validation_loss",
-    }
-    named |= {"train_accuracy": "accuracy", "learning_rate": "learning_rate"}
-    return {name: event[own] for name, own in named.items() if event.get(own) is not None}
+    return {name: event[own] for name, own in _METRICS.items() if event.get(own) is not None}
 
 
 def _list(shown: Sequence[Any], has_more: bool) -> JsonReply:
