@@ -15,7 +15,7 @@ from quire.rag.stores import StorePassage, VectorStore
 from quire.server.access import RequestContext
 from quire.server.app import create_app
 from quire.server.retrieval.file_search import FileSearch
-from quire.server.retrieval.rewrite import rewritten
+from quire.server.retrieval.search import rewritten
 from tests.server.running import MODEL, RunningServer
 from tests.server.scripted import TEMPLATE, ScriptedEngine, posted, scripted_service, update
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.core.errors import InvalidRequest
 from quire.server.chat import chat_tools
-from quire.server.functions import with_tools
 from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.tools import with_tools
 from tests.server.running import MODEL, RunningServer
 
 PLACE = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}

@@ -13,8 +13,8 @@ from schemathesis import GenerationMode
 
 from quire import Embedder
 from quire.core.config import EngineConfig
+from quire.server.encoders import MAX_PAIR_CHARACTERS
 from quire.server.errors import ApiError
-from quire.server.scoring import MAX_PAIR_CHARACTERS
 from quire.server.served_models import ServedModels
 from quire.server.settings import ServerSettings
 from tests.models import encoder_folders as folders

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.server.retrieval.rewrite import REWRITE_TOKENS
+from quire.server.retrieval.search import REWRITE_TOKENS
 from tests.server.running import RunningServer
 
 TEXTS = {

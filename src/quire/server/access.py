@@ -22,13 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
-from quire.server.connection import TextLimit, limited
+from quire.server.connection import limited
 from quire.server.errors import ApiError, anthropic_body, as_api_error, speaks_anthropic
-from quire.server.metrics import Metrics
 from quire.server.reply import REQUEST_ID, JsonReply
 
 if TYPE_CHECKING:
-    from quire.server.traces import OtlpTraces
+    from quire.server.service import Service
 
 log = get_logger(__name__)
 Clock = Callable[[], float]
@@ -407,32 +406,18 @@ def _take_for_json(scope: Scope) -> None:
 class RequestMiddleware:
     """Assigns request ids, authenticates, enforces limits, logs, and turns unhandled exceptions into 500s."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: Keys,
-        admin: Keys,
-        rates: Rates,
-        metrics: Metrics,
-        traces: "OtlpTraces | None",
-        max_body_bytes: int,
-        text_limit: Callable[[str], TextLimit | None],
-        log_requests: bool,
-        keep_alive: float,
-        root_path: str = "",
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: "Service", keys: Keys | None = None) -> None:
+        """With `keys` in the place of the settings' own there are no rates."""
+        settings = service.settings
+        per_minute = (settings.max_requests_per_minute_per_key, settings.max_tokens_per_minute_per_key)
         self._app = app
-        self._keys = keys
-        self._admin = admin
-        self._rates = rates
-        self._metrics = metrics
-        self._traces = traces
-        self._max_body_bytes = max_body_bytes
-        self._text_limit = text_limit
-        self._log_requests = log_requests
-        self._keep_alive = keep_alive
-        self._root_path = root_path.rstrip("/")
+        self._service = service
+        self._settings = settings
+        self._metrics = service.metrics
+        self._keys = Keys(settings.api_keys, settings.max_concurrent_per_key) if keys is None else keys
+        self._admin = Keys([settings.admin_key] if settings.admin_key else [])
+        self._rates = Rates(*per_minute) if keys is None else Rates()
+        self._root_path = settings.root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -442,7 +427,7 @@ class RequestMiddleware:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
         add_version(scope)
         _take_for_json(scope)
-        context = RequestContext(request_id_of(scope), keep_alive=self._keep_alive)
+        context = RequestContext(request_id_of(scope), keep_alive=self._settings.sse_keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)
         try:
@@ -462,10 +447,9 @@ class RequestMiddleware:
     ) -> None:
         path = path_of(scope)
         context.key = identified(path, scope, self._keys, self._admin)
-        if not _UPLOADED.fullmatch(
-            path
-        ):  # those bodies are written to disk as they come, with limits of their own
-            receive = limited(scope, receive, self._max_body_bytes, partial(self._text_limit, path))
+        if not _UPLOADED.fullmatch(path):  # those bodies go to disk as they come, with limits of their own
+            text_limit = partial(self._service.text_limit, path)
+            receive = limited(scope, receive, self._settings.max_body_bytes, text_limit)
         with context.held as held:
             # Reads and cancellations are always possible, also for a key whose background responses fill its limit.
             if scope["method"] == "POST" and not path.endswith("/cancel"):
@@ -490,9 +474,9 @@ class RequestMiddleware:
         if is_open(path_of(scope)):
             return
         self._metrics.last_used = time.monotonic()
-        if self._traces is not None:
-            self._traces.note(context, scope["method"], route, status, scope["headers"])
-        if self._log_requests:
+        if self._service.traces is not None:
+            self._service.traces.note(context, scope["method"], route, status, scope["headers"])
+        if self._settings.log_requests:
             seconds = time.monotonic() - context.arrival
             facts = {"request_id": context.request_id, "status": status, "seconds": round(seconds, 4)}
             if context.key is not None:

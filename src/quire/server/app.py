@@ -13,25 +13,20 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.server.access import Keys, Origins, Rates, RequestMiddleware, context_of, error_reply, path_of
+from quire.server.access import Keys, Origins, RequestMiddleware, context_of, error_reply, path_of
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
-from quire.server.embeddings import embeddings_router
+from quire.server.encoders import embeddings_router, scoring_router
 from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
-from quire.server.fill_mask import fill_mask_router
-from quire.server.fine_tuning.routes import fine_tuning_router
-from quire.server.laboratory import laboratory_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.ollama import ollama_router
 from quire.server.operations import operations_router
 from quire.server.page import page_router
-from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
-from quire.server.retrieval.routes import batches_router, files_router, stores_router
-from quire.server.scoring import scoring_router
+from quire.server.retrieval.routes import data_router
 from quire.server.service import Service
 from quire.server.stored_chats import stored_chats_router
 
@@ -40,31 +35,23 @@ ROUTERS = (
     chat_router,
     stored_chats_router,
     completions_router,
-    compact_router,
     responses_router,
     conversations_router,
     messages_router,
     embeddings_router,
     scoring_router,
-    fill_mask_router,
-    files_router,
-    stores_router,
-    batches_router,
-    fine_tuning_router,
+    data_router,
     models_router,
     tokens_router,
     ollama_router,
     operations_router,
     engine_events_router,
-    laboratory_router,
     page_router,
 )
 
 
 def create_app(service: Service, keys: Keys | None = None) -> FastAPI:
     """With `keys` in the place of the settings' own there are no rates: a batch's requests were admitted with it."""
-    settings = service.settings
-    rates = Rates(settings.max_requests_per_minute_per_key, settings.max_tokens_per_minute_per_key)
     app = FastAPI(title="Quire", version=__version__, redoc_url=None)
     routers = [router(service) for router in ROUTERS]
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
@@ -76,21 +63,9 @@ def create_app(service: Service, keys: Keys | None = None) -> FastAPI:
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(QuireError, _on_error)
     app.add_exception_handler(ClientGone, _on_gone)
-    app.add_middleware(
-        RequestMiddleware,
-        keys=keys if keys is not None else Keys(settings.api_keys, settings.max_concurrent_per_key),
-        admin=Keys([settings.admin_key] if settings.admin_key else []),
-        rates=rates if keys is None else Rates(),
-        metrics=service.metrics,
-        traces=service.traces,
-        max_body_bytes=settings.max_body_bytes,
-        text_limit=service.text_limit,
-        log_requests=settings.log_requests,
-        keep_alive=settings.sse_keep_alive,
-        root_path=settings.root_path,
-    )
-    if settings.allowed_origins:
-        app.add_middleware(Origins, origins=settings.allowed_origins)
+    app.add_middleware(RequestMiddleware, service=service, keys=keys)
+    if service.settings.allowed_origins:
+        app.add_middleware(Origins, origins=service.settings.allowed_origins)
     return app
 
 

@@ -11,8 +11,6 @@ from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.server.access import add_warning, warn_without_effect
 from quire.server.errors import ApiError, not_supported
-from quire.server.functions import NAMES as FUNCTION_NAMES
-from quire.server.functions import function_delta, function_message, function_reason, with_tools
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.base import InputTokens, Usage
@@ -30,7 +28,6 @@ from quire.server.protocol.completions import (
 )
 from quire.server.reply import (
     DONE,
-    ERRORS,
     EventStream,
     JsonReply,
     TextEvent,
@@ -44,7 +41,15 @@ from quire.server.sampling import chat_sampling, greedy_copies, with_served_form
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.server.stored_chats import create_stored_chat
-from quire.server.tools import ToolPlan, tool_plan
+from quire.server.tools import (
+    FUNCTION_NAMES,
+    ToolPlan,
+    function_delta,
+    function_message,
+    function_reason,
+    tool_plan,
+    with_tools,
+)
 from quire.text.answer import AnswerSequence
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
 from quire.text.prompts import PreparedPrompt
@@ -55,7 +60,7 @@ from quire.text.tokenizer import Tokenizer
 def chat_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["chat"])
 
-    @router.post("/v1/chat/completions", responses={**answers(ChatCompletion, ChatCompletionChunk), **ERRORS})
+    @router.post("/v1/chat/completions", responses=answers(ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, whole or in pieces."""
         warn_without_effect(request, body, CHAT_WITHOUT_EFFECT)
@@ -71,7 +76,7 @@ def chat_router(service: Service) -> APIRouter:
             return EventStream(reply, reply.response_id)
         return JsonReply(await reply.whole())
 
-    @router.post("/v1/chat/completions/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    @router.post("/v1/chat/completions/input_tokens", responses=answers(InputTokens))
     async def count_input_tokens(body: ChatCompletionRequest) -> Response:
         """How many tokens a chat's prompt would have."""
         _refuse_unsupported(body, service.settings.trust_request_chat_template)
@@ -233,7 +238,7 @@ class ChatReply:
         self._contents: list[TextEvent] = []
         if body.stream and parsers is None and not body.logprobs and copies == 1:
             self._contents = [
-                TextEvent(self._choice(index, {"content": ""}, None, None), "content")
+                TextEvent(self._choice(index, {"content": ""}), "content")
                 for index in range(self._num_choices)
             ]
 
@@ -297,7 +302,10 @@ class ChatReply:
         return b"".join([event(chunk) for chunk in self._deltas(change)])
 
     def _chunks(self, changes: Iterable[Change]) -> list[ChatCompletionChunk]:
-        chunks = [] if self._begun else [self._role(index) for index in range(self._num_choices)]
+        chunks: list[ChatCompletionChunk] = []
+        if not self._begun:
+            role: ChatDelta = {"role": "assistant", "content": ""}
+            chunks = [self._choice(index, role) for index in range(self._num_choices)]
         self._begun = True
         for change in changes:
             chunks += self._deltas(change)
@@ -311,15 +319,12 @@ class ChatReply:
             for chunk in chunks
         ]
 
-    def _role(self, index: int) -> ChatCompletionChunk:
-        return self._choice(index, {"role": "assistant", "content": ""}, None, None)
-
     def _whole_choice(self, index: int, sequence: AnswerSequence) -> ChatChoice:
-        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
+        reader = self._reader()
         message = read_message(reader, sequence.text)
         reason = _finish_reason(sequence, reader)
         if self.annotate is not None:
-            message["annotations"] = self._notes(sequence)
+            message["annotations"] = self.annotate(message["content"] or "")
         if self._has_functions:
             message, reason = function_message(message), function_reason(reason)
         return {
@@ -360,32 +365,30 @@ class ChatReply:
                 )
         if added and not added_deltas:
             added_deltas = [{"content": ""}]
-        chunks = [self._choice(sequence.index, delta, None, None) for delta in added_deltas]
+        chunks = [self._choice(sequence.index, delta) for delta in added_deltas]
         if added:
             chunks[-1]["choices"][0]["logprobs"] = self._logprobs(sequence, change.first_token)
         if reason is not None and self.annotate is not None:
-            chunks.append(self._choice(sequence.index, {"annotations": self._notes(sequence)}, None, None))
+            text = read_message(self._reader(), sequence.text)["content"] or ""
+            chunks.append(self._choice(sequence.index, {"annotations": self.annotate(text)}))
         if reason is not None:  # behind the last text, as in OpenAI's streams
-            chunks.append(self._choice(sequence.index, {}, None, reason, sequence.stop_reason))
+            chunks.append(self._choice(sequence.index, {}, reason, sequence.stop_reason))
         return chunks if self._copies == 1 else self._copied(chunks)
 
-    def _notes(self, sequence: AnswerSequence) -> list[dict[str, Any]]:
-        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
-        text = read_message(reader, sequence.text)["content"] or ""
-        return self.annotate(text) if self.annotate is not None else []
+    def _reader(self) -> AnswerReader:
+        return self._parsers.reader() if self._parsers is not None else AnswerReader()
 
     def _choice(
         self,
         index: int,
         delta: ChatDelta,
-        logprobs: ChatLogprobs | None,
-        finish_reason: str | None,
+        finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> ChatCompletionChunk:
         choice: ChatChunkChoice = {
             "index": index,
             "delta": delta,
-            "logprobs": logprobs,
+            "logprobs": None,
             "finish_reason": finish_reason,
         }
         if finish_reason is not None:

@@ -17,7 +17,6 @@ from quire.server.protocol.completions import (
 )
 from quire.server.reply import (
     DONE,
-    ERRORS,
     EventStream,
     JsonReply,
     TextEvent,
@@ -36,7 +35,7 @@ from quire.text.tokenizer import Tokenizer
 def completions_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["completions"])
 
-    @router.post("/v1/completions", responses={**answers(Completion, Completion), **ERRORS})
+    @router.post("/v1/completions", responses=answers(Completion, Completion))
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one prompt or several, whole or in pieces."""
         model = service.model_named(body.model)

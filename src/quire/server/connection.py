@@ -223,7 +223,7 @@ def limited(
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise _too_large(limit)
+            raise _too_large(f"is larger than {limit} bytes: send less")
     seen, weight, lengths = 0, 0, TextLengths()
 
     async def counted() -> Message:
@@ -232,11 +232,13 @@ def limited(
         piece = message.get("body", b"")
         seen += len(piece)
         if seen > limit:
-            raise _too_large(limit)
+            raise _too_large(f"is larger than {limit} bytes: send less")
         if seen > SMALL_BODY:
             weight += piece.count(b",") + LIST_WEIGHT * piece.count(b"[") + OBJECT_WEIGHT * piece.count(b"{")
             if weight > limit // VALUE_BYTES:
-                raise _too_many_values(limit)
+                raise _too_large(
+                    f"holds too many JSON values for {limit} bytes: send fewer lists and objects"
+                )
             texts = text_limit()
             if texts is not None and lengths.longest(piece) > texts.max_characters:
                 raise texts.error
@@ -245,20 +247,6 @@ def limited(
     return counted
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body is larger than {limit} bytes: send less, or raise --max-body-bytes",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )
-
-
-def _too_many_values(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body holds too many JSON values for {limit} bytes: send fewer lists and objects, or raise "
-        "--max-body-bytes",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )
+def _too_large(problem: str) -> ApiError:
+    message, headers = f"the body {problem}, or raise --max-body-bytes", {"Connection": "close"}
+    return ApiError(413, message, code="body_too_large", headers=headers)

@@ -18,10 +18,10 @@ from quire.server.protocol.responses import (
     NewConversation,
     NewItems,
 )
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import JsonReply, answers
 from quire.server.responses.convert_request import new_id, read_items
 from quire.server.service import Service
-from quire.server.stored import CONVERSATION, ObjectStore, StoredObject, check_encodable, page
+from quire.server.stored import CONVERSATION, ObjectStore, StoredObject, check_encodable, list_page, page
 
 MAX_CONVERSATION_BYTES = 4 << 20
 MAX_REFERRED_BYTES = 32 << 20
@@ -31,7 +31,7 @@ def conversations_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["conversations"])
     store = service.store
 
-    @router.post("/v1/conversations", responses={**answers(Conversation), **ERRORS})
+    @router.post("/v1/conversations", responses=answers(Conversation))
     async def create_conversation(request: Request, body: NewConversation | None = None) -> Response:
         """Begins a conversation, with items or without."""
         owner, body = context_of(request).key, body or NewConversation(items=None)
@@ -44,11 +44,11 @@ def conversations_router(service: Service) -> APIRouter:
             raise _not_kept()
         return JsonReply(made | head)
 
-    @router.get("/v1/conversations/{conversation_id}", responses={**answers(Conversation), **ERRORS})
+    @router.get("/v1/conversations/{conversation_id}", responses=answers(Conversation))
     async def retrieve_conversation(conversation_id: str, request: Request) -> Response:
         return JsonReply(store.get(CONVERSATION, context_of(request).key, conversation_id).shown())
 
-    @router.post("/v1/conversations/{conversation_id}", responses={**answers(Conversation), **ERRORS})
+    @router.post("/v1/conversations/{conversation_id}", responses=answers(Conversation))
     async def update_conversation(
         conversation_id: str, body: ConversationUpdate, request: Request
     ) -> Response:
@@ -57,7 +57,7 @@ def conversations_router(service: Service) -> APIRouter:
         head = {"metadata": body.metadata or {}}
         return JsonReply(store.update(CONVERSATION, context_of(request).key, conversation_id, head).shown())
 
-    @router.delete("/v1/conversations/{conversation_id}", responses={**answers(Deleted), **ERRORS})
+    @router.delete("/v1/conversations/{conversation_id}", responses=answers(Deleted))
     async def delete_conversation(conversation_id: str, request: Request) -> Response:
         """Deletes a conversation with its items. Responses that belonged to it stay."""
         store.delete(CONVERSATION, context_of(request).key, conversation_id)
@@ -74,7 +74,7 @@ def _add_item_routes(router: APIRouter, store: ObjectStore) -> None:
     def conversation(request: Request, conversation_id: str) -> StoredObject:
         return store.get(CONVERSATION, context_of(request).key, conversation_id)
 
-    @router.post(path, responses={**answers(ItemList), **ERRORS})
+    @router.post(path, responses=answers(ItemList))
     async def create_items(conversation_id: str, body: NewItems, request: Request) -> Response:
         """Adds items to the end of a conversation."""
         stored = conversation(request, conversation_id)
@@ -82,26 +82,19 @@ def _add_item_routes(router: APIRouter, store: ObjectStore) -> None:
         _check_size(len(stored.items) + check_encodable(items))
         if not add_items(store, stored.owner, conversation_id, items):
             raise _not_kept()
-        listed: ItemList = {
-            "object": "list",
-            "data": items,
-            "first_id": items[0]["id"] if items else None,
-            "last_id": items[-1]["id"] if items else None,
-            "has_more": False,
-        }
-        return JsonReply(listed)
+        return JsonReply(list_page(items, has_more=False))
 
-    @router.get(path, responses={**answers(ItemList), **ERRORS})
+    @router.get(path, responses=answers(ItemList))
     async def list_items(conversation_id: str, request: Request) -> Response:
         """The items of a conversation, newest first."""
         return JsonReply(page(conversation(request, conversation_id).listed_items(), request.query_params))
 
-    @router.get(f"{path}/{{item_id}}", responses={**answers(Item), **ERRORS})
+    @router.get(f"{path}/{{item_id}}", responses=answers(Item))
     async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
         items = conversation(request, conversation_id).listed_items()
         return JsonReply(items[_index(items, item_id)])
 
-    @router.delete(f"{path}/{{item_id}}", responses={**answers(Conversation), **ERRORS})
+    @router.delete(f"{path}/{{item_id}}", responses=answers(Conversation))
     async def delete_item(conversation_id: str, item_id: str, request: Request) -> Response:
         """Deletes an item; returns the conversation."""
         stored = conversation(request, conversation_id)

@@ -27,6 +27,14 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
+async def encoder_with_room(service: Service, name: str | None, path: str) -> ServedModel:
+    """The encoder that a request of `path` names, started if need be; refused if its queue is full."""
+    service.refuse_if_draining()  # before an encoder is started for it
+    encoder = await service.encoder_named(name, path)
+    service.check_room(encoder.client)
+    return encoder
+
+
 async def encoded(
     service: Service, encoder: ServedModel, embed: EmbedRequest, request: Request, param: str = "input"
 ) -> list[Pooled]:

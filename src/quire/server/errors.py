@@ -1,7 +1,9 @@
 """Errors as HTTP responses: a status, and the body of the API that the path belongs to, OpenAI's or Anthropic's."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import pydantic
 
 from quire.core.errors import (
     ContextExceeded,
@@ -16,6 +18,7 @@ from quire.core.errors import (
 from quire.server.protocol.base import ErrorBody
 from quire.server.protocol.messages import MessageErrorBody
 
+T = TypeVar("T", bound=pydantic.BaseModel)
 MAX_MESSAGE = 2000  # characters; a message may quote what the request said
 
 
@@ -149,6 +152,15 @@ def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> Invalid
     return InvalidRequest("{param}: {messages}", param, messages=", or ".join(messages))
 
 
+def validated(model: type[T], fields: Mapping[str, Any]) -> T:
+    """The fields as a body of this type; raises the error of the first that is wrong."""
+    try:
+        return model.model_validate(fields)
+    except pydantic.ValidationError as error:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        raise from_validation(problems, fields) from None
+
+
 def _path(problem: Mapping[str, Any], body: Any) -> str:
     """`messages[0].role`. Stops where pydantic appends the names of a union's members."""
     path = ""
@@ -177,9 +189,8 @@ def _kind(status: int) -> str:
 # ---------------------------------------------------------------------- Anthropic's shape
 
 ANTHROPIC_PATH = "/v1/messages"
-THREAD_UNSUPPORTED = (
-    "thread_unsupported_request"  # clients that find it in `details` send all messages instead
-)
+# Clients that find this code in `details` send all messages instead.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",

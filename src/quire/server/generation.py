@@ -127,9 +127,8 @@ class Generation:
         self._submitted = time.monotonic()
         self._stream: Stream[SequenceUpdate] = client.submit(requests)
         self._watch: StreamWatch | None = None
-        self.stops: Callable[[AnswerSequence], bool] | None = (
-            None  # whether a sequence ends with its new text
-        )
+        # whether a sequence ends with its new text
+        self.stops: Callable[[AnswerSequence], bool] | None = None
 
     # ------------------------------------------------------------------ running
 

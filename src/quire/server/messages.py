@@ -27,9 +27,9 @@ from quire.server.translation import (
     TranslatedEvents,
     build_whole,
     call_input,
+    num_prompt_tokens,
     string_field,
     translated_chat,
-    translated_prompt,
 )
 
 _TEXT_DELTAS = {
@@ -64,8 +64,7 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens", responses={**answers(TokenCount), **_ERRORS})
     async def count_tokens(body: MessageInput) -> Response:
         """How many tokens a message's prompt would have."""
-        prompt = await translated_prompt(service, prompt_fields(body), NAMES)
-        count: TokenCount = {"input_tokens": len(prompt.token_ids)}
+        count: TokenCount = {"input_tokens": await num_prompt_tokens(service, prompt_fields(body), NAMES)}
         return JsonReply(count)
 
     return router

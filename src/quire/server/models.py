@@ -37,7 +37,7 @@ MAX_TOKENS = 131_072  # that /detokenize takes, where the context is not longer
 def models_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["models"])
 
-    @router.get("/v1/models", responses={**answers(ModelList), **ERRORS})
+    @router.get("/v1/models", responses=answers(ModelList))
     async def list_models(request: Request) -> Response:
         """All that a request may name; an embedding model under the first of its names."""
         data: list[Model] = []
@@ -51,7 +51,7 @@ def models_router(service: Service) -> APIRouter:
         listed: ModelList = {"object": "list", "data": data}
         return JsonReply(listed)
 
-    @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
+    @router.get("/v1/models/{model_id:path}", responses=answers(Model))
     async def retrieve_model(model_id: str, request: Request) -> Response:
         """A model under the name that was asked for, aliases included."""
         known = service.known_name(model_id)
@@ -63,7 +63,7 @@ def models_router(service: Service) -> APIRouter:
             described = _described(model_id, model, model.names[0] if is_adapter else None)
         return JsonReply(anthropic_model(described) if for_anthropic(request) else described)
 
-    @router.delete("/v1/models/{model_id:path}", responses={**answers(Deleted), **ERRORS})
+    @router.delete("/v1/models/{model_id:path}", responses=answers(Deleted))
     async def delete_model(model_id: str) -> Response:
         """Unloads an adapter, with the admin key; requests that run with it go on."""
         if service.models.knows(model_id) or not service.client.adapters.knows(model_id):
@@ -135,7 +135,7 @@ def _described(name: str, model: ServedModel, parent: str | None = None) -> Mode
 def tokens_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
-    @router.post("/tokenize", responses={**answers(Tokenized), **ERRORS})
+    @router.post("/tokenize", responses=answers(Tokenized))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt, or of messages in the chat template."""
         model = service.model_named(body.model)
@@ -158,7 +158,7 @@ def tokens_router(service: Service) -> APIRouter:
             config["chat_template"] = described.template_config["chat_template"]
         return JSONResponse(config)  # its numbers may be larger than msgspec writes
 
-    @router.post("/detokenize", responses={**answers(Detokenized), **ERRORS})
+    @router.post("/detokenize", responses=answers(Detokenized))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         model = service.model_named(body.model)

@@ -39,10 +39,9 @@ from quire.server.access import (
     request_id_of,
 )
 from quire.server.errors import ApiError, Unavailable, as_api_error
-from quire.server.laboratory import REPORTS, laboratory_reply
 from quire.server.models import anthropic_model, anthropic_page, for_anthropic
 from quire.server.ollama import OLLAMA_VERSION, details, shown_in_short
-from quire.server.page import file_reply, wants_page
+from quire.server.page import REPORTS, file_reply, laboratory_reply, wants_page
 from quire.server.protocol.models import Model
 from quire.server.reply import JsonReply
 from quire.server.settings import ServerSettings

@@ -20,9 +20,8 @@ from quire import __version__
 from quire.core.config import Task
 from quire.core.errors import InvalidRequest
 from quire.core.request import EmbedRequest
-from quire.server.embeddings import PATH as EMBEDDINGS
-from quire.server.embeddings import encode_vector
-from quire.server.encoder_requests import encoded, kept_tokens, new_id, token_ids
+from quire.server.encoder_requests import encoded, encoder_with_room, kept_tokens, new_id, token_ids
+from quire.server.encoders import EMBEDDINGS, encode_vector
 from quire.server.errors import ApiError
 from quire.server.protocol.base import Usage
 from quire.server.reply import EventStream, JsonReply
@@ -240,9 +239,7 @@ async def _answer(
 async def _embedded(service: Service, body: EmbedAsk, request: Request) -> tuple[list[Any], int, str, float]:
     """(vectors, tokens, the model's name, seconds)."""
     began = time.perf_counter()
-    service.refuse_if_draining()
-    encoder = await service.encoder_named(_plain(service, body.model), EMBEDDINGS)
-    service.check_room(encoder.client)
+    encoder = await encoder_with_room(service, _plain(service, body.model), EMBEDDINGS)
     width = encoder.vectors.width
     if body.dimensions is not None and not 1 <= body.dimensions <= width:
         raise InvalidRequest(f"dimensions={body.dimensions} is outside 1 to {width}: change it", "dimensions")

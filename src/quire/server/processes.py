@@ -136,9 +136,8 @@ class HttpProcesses:
         setup = ProcessSetup(self._config, self._settings, is_first, replaces)
         data = msgspec.msgpack.encode(setup)
         assert process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # dead already: its exit code will say
+        # dead already: its exit code will say
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.stdin.write(len(data).to_bytes(4, "little") + data)
             await process.stdin.drain()
         return process

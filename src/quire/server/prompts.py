@@ -113,23 +113,23 @@ class PromptMaker:
             "continue_final_message": bool(continue_final_message),
         }
         more = _checked(variables or {})
-        sent = None
-        if template is not None:
-            shown, offered = self._flat(lambda: self._taken_by(ChatTemplate(template), plain, tools))
-            sent = await self._render_sent(
-                Rendering(template, self._special, shown, offered, variables=more, **settings)
-            )
 
         def render() -> str:
             own = self._own_template()
             shown, offered = self._taken_by(own, plain, tools)
             return own.render(shown, offered, **settings, **more)
 
-        text = sent
-        if text is None:
-            rendered = [*(message.get("content") for message in messages), *tools]
-            size = sum(len(str(part)) for part in rendered)
-            text = self._flat(render) if size < LONG else await asyncio.to_thread(self._flat, render)
+        try:
+            if template is not None:
+                shown, offered = self._taken_by(ChatTemplate(template), plain, tools)
+                rendering = Rendering(template, self._special, shown, offered, variables=more, **settings)
+                text = await self._sent.render(rendering)
+            else:
+                rendered = [*(message.get("content") for message in messages), *tools]
+                size = sum(len(str(part)) for part in rendered)
+                text = render() if size < LONG else await asyncio.to_thread(render)
+        except RecursionError:
+            raise InvalidRequest("the request nests too deeply: send flatter values", "messages") from None
         try:
             goes_on = bool(continue_final_message)
             return (await self._prepared([text], bool(add_special_tokens), must_fit, goes_on))[0]
@@ -250,12 +250,6 @@ class PromptMaker:
             else:
                 check_characters(prompt, self.max_characters, "prompt")
 
-    async def _render_sent(self, rendering: Rendering) -> str:
-        try:
-            return await self._sent.render(rendering)
-        except RecursionError:
-            raise _too_deep() from None
-
     def _own_template(self) -> ChatTemplate:
         if isinstance(self._template, InvalidRequest):
             raise self._template
@@ -270,16 +264,6 @@ class PromptMaker:
         if tools or any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
             return described(messages, tools, self.formats.tools), None
         return messages, None
-
-    def _flat(self, make: Callable[[], T]) -> T:
-        try:
-            return make()
-        except RecursionError:
-            raise _too_deep() from None
-
-
-def _too_deep() -> InvalidRequest:
-    return InvalidRequest("the request nests too deeply: send flatter values", "messages")
 
 
 def _try_out(template: ChatTemplate) -> None:

@@ -50,12 +50,12 @@ def answer_head(response_id: str, kind: str, model: str) -> AnswerHead:
 
 
 def answers(whole: Any, chunk: Any | None = None) -> dict[int | str, dict[str, Any]]:
-    """200 with `whole`, or a stream of `chunk`s, for the OpenAPI document."""
+    """200 with `whole`, or a stream of `chunk`s, and the errors, for the OpenAPI document."""
     described: dict[str, Any] = {"model": whole, "description": "The answer."}
     if chunk is not None:
         described["description"] = "The answer; with `stream`, events that each hold a chunk, then `[DONE]`."
         described["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
-    return {200: described}
+    return {200: described, **ERRORS}
 
 
 # ---------------------------------------------------------------------- server-sent events

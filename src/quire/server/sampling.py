@@ -36,19 +36,16 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    _check_stream(body)
-    given = _given(body) | {"max_tokens": limit}
+    own: dict[str, Any] = {"max_tokens": limit}
     if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
+        own["logprobs"] = body.top_logprobs or 0
     names = {"logprobs": "top_logprobs"}
     if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
     try:
-        sampling = _base(body, recommended).changed(**given)
+        return _sampling(body, recommended, own)
     except InvalidRequest as error:
         raise error.renamed(names) from None
-    _check_streamable(body, sampling)
-    return sampling
 
 
 def greedy_copies(body: B, ready: Ready) -> tuple[B, int]:
@@ -67,54 +64,42 @@ def greedy_copies(body: B, ready: Ready) -> tuple[B, int]:
 
 
 def completion_sampling(body: CompletionRequest, recommended: SamplingParams) -> SamplingParams:
-    _check_stream(body)
     limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and limit == 0:
         limit = 1  # the prompt alone is wanted; the engine's one token is not shown
-    given = _given(body) | {"max_tokens": limit}
+    own: dict[str, Any] = {"max_tokens": limit}
     if body.logprobs is not None:
-        given["logprobs"] = body.logprobs
+        own["logprobs"] = body.logprobs
         if body.echo:
-            given["prompt_logprobs"] = body.logprobs
-    sampling = _base(body, recommended).changed(**given)
-    _check_streamable(body, sampling)
-    return sampling
+            own["prompt_logprobs"] = body.logprobs
+    return _sampling(body, recommended, own)
 
 
-def _base(body: SamplingFields, recommended: SamplingParams) -> SamplingParams:
-    """Recommended sampling values do not apply to beam search."""
-    return recommended.changed(**BEAM_SAMPLING) if body.use_beam_search else recommended
-
-
-def _check_streamable(body: SamplingFields, sampling: SamplingParams) -> None:
-    if not body.stream:
-        return
-    if sampling.use_beam_search:
-        raise InvalidRequest(
-            "beams are known at the end only, so partial ones cannot be streamed: set stream to false",
-            "stream",
-        )
-    if sampling.num_sequences > sampling.n:
-        raise InvalidRequest(
-            f"best_of={sampling.best_of} can only be chosen from at the end: set stream to false", "best_of"
-        )
-
-
-def _given(body: SamplingFields) -> dict[str, Any]:
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    if body.logit_bias:
-        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
-    given["structured"] = structured_output(body)
-    return given
-
-
-def _check_stream(body: SamplingFields) -> None:
+def _sampling(body: SamplingFields, recommended: SamplingParams, own: dict[str, Any]) -> SamplingParams:
+    """What the request has set, and its endpoint's `own` values, over the recommended ones, which do not apply to beam
+    search. Raises for what cannot be streamed."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: set stream to true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest(
             "prompt_logprobs come with a whole answer: set stream to false", "prompt_logprobs"
         )
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    given["structured"] = structured_output(body)
+    base = recommended.changed(**BEAM_SAMPLING) if body.use_beam_search else recommended
+    sampling = base.changed(**(given | own))
+    if body.stream and sampling.use_beam_search:
+        raise InvalidRequest(
+            "beams are known at the end only, so partial ones cannot be streamed: set stream to false",
+            "stream",
+        )
+    if body.stream and sampling.num_sequences > sampling.n:
+        raise InvalidRequest(
+            f"best_of={sampling.best_of} can only be chosen from at the end: set stream to false", "best_of"
+        )
+    return sampling
 
 
 def _token_id(key: str) -> int:

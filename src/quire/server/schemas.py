@@ -7,9 +7,8 @@ from typing import Any
 
 from quire.core.structured import StructuredOutput
 
-MAX_WHITESPACE = (
-    64  # characters in a row within a string: a weak model that may write any number writes nothing else
-)
+# Characters in a row within a string: a weak model that may write any number writes nothing else.
+MAX_WHITESPACE = 64
 _BOUNDED_TEXT = rf"^(\s{{0,{MAX_WHITESPACE}}}\S)*\s{{0,{MAX_WHITESPACE}}}$"
 # Keywords that llguidance does not enforce, and the only formats that it knows.
 _UNENFORCED = frozenset(
@@ -25,9 +24,8 @@ _FORMATS = frozenset(
         *("uuid", "uri", "unknown"),
     )
 )
-_UNENFORCED_REGEX = re.compile(
-    r"\\[bBAZzGk1-9]|\(\?(?:=|!|<=|<!|>|P=)"
-)  # word bounds, lookarounds, references
+# Word bounds, lookarounds, references.
+_UNENFORCED_REGEX = re.compile(r"\\[bBAZzGk1-9]|\(\?(?:=|!|<=|<!|>|P=)")
 # Keywords that may allow more than `properties` lists, or already say what more is allowed.
 _OPENING = frozenset(
     (

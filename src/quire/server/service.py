@@ -38,9 +38,8 @@ PROMPT_FIELDS = {
     "/v1/responses": "input",
     "/v1/messages": "messages",
 }
-SICK_AFTER = (
-    5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
-)
+# Engines that failed in a row; then /health says 503, so that an orchestrator replaces the server.
+SICK_AFTER = 5
 
 
 class Service:

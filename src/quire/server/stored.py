@@ -232,13 +232,16 @@ def page(
     if after is not None and after not in ids:
         raise InvalidRequest(f"after={after[:80]!r} is no {what} of this list", "after")
     start = ids.index(after) + 1 if after is not None else 0
-    shown = ordered[start : start + limit]
+    return list_page(ordered[start : start + limit], start + limit < len(ordered))
+
+
+def list_page(data: Sequence[Mapping[str, object]], has_more: bool) -> dict[str, Any]:
     return {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": start + limit < len(ordered),
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
     }
 
 

@@ -16,7 +16,7 @@ from quire.server.protocol.completions import (
     StoredChatUpdate,
     StoredMessageList,
 )
-from quire.server.reply import ERRORS, EventStream, JsonReply, answers, event
+from quire.server.reply import EventStream, JsonReply, answers, event
 from quire.server.service import Service
 from quire.server.stored import CHAT, check_encodable, page
 
@@ -80,7 +80,7 @@ def stored_chats_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["chat"])
     store = service.store
 
-    @router.get("/v1/chat/completions", responses={**answers(StoredChatList), **ERRORS})
+    @router.get("/v1/chat/completions", responses=answers(StoredChatList))
     async def list_chat_completions(request: Request) -> Response:
         """Stored chat completions, oldest first, filtered by `model` and `metadata[KEY]=VALUE`."""
         query = request.query_params
@@ -99,11 +99,11 @@ def stored_chats_router(service: Service) -> APIRouter:
         listed["data"] = [entry["stored"].shown() for entry in listed["data"]]
         return JsonReply(listed)
 
-    @router.get("/v1/chat/completions/{completion_id}", responses={**answers(StoredChat), **ERRORS})
+    @router.get("/v1/chat/completions/{completion_id}", responses=answers(StoredChat))
     async def retrieve_chat_completion(completion_id: str, request: Request) -> Response:
         return JsonReply(store.get(CHAT, context_of(request).key, completion_id).shown())
 
-    @router.post("/v1/chat/completions/{completion_id}", responses={**answers(StoredChat), **ERRORS})
+    @router.post("/v1/chat/completions/{completion_id}", responses=answers(StoredChat))
     async def update_chat_completion(
         completion_id: str, body: StoredChatUpdate, request: Request
     ) -> Response:
@@ -114,15 +114,13 @@ def stored_chats_router(service: Service) -> APIRouter:
         )
         return JsonReply(updated.shown())
 
-    @router.delete("/v1/chat/completions/{completion_id}", responses={**answers(Deleted), **ERRORS})
+    @router.delete("/v1/chat/completions/{completion_id}", responses=answers(Deleted))
     async def delete_chat_completion(completion_id: str, request: Request) -> Response:
         store.delete(CHAT, context_of(request).key, completion_id)
         gone: Deleted = {"id": completion_id, "object": "chat.completion.deleted", "deleted": True}
         return JsonReply(gone)
 
-    @router.get(
-        "/v1/chat/completions/{completion_id}/messages", responses={**answers(StoredMessageList), **ERRORS}
-    )
+    @router.get("/v1/chat/completions/{completion_id}/messages", responses=answers(StoredMessageList))
     async def list_chat_messages(completion_id: str, request: Request) -> Response:
         """The messages of the request that a stored chat completion answers, oldest first."""
         messages = store.get(CHAT, context_of(request).key, completion_id).listed_items()

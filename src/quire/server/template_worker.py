@@ -22,9 +22,8 @@ MEMORY_BYTES = 512 << 20  # of address space, the interpreter's own included
 def main() -> int:
     seconds, max_characters = float(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
-    ChatTemplate("").render(
-        [{"role": "user", "content": ""}]
-    )  # imports what it needs, before the limits hold
+    # imports what it needs, before the limits hold
+    ChatTemplate("").render([{"role": "user", "content": ""}])
     with suppress(ValueError, OSError):  # some systems know no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -5,18 +5,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import pydantic
 from fastapi import Request
 
 from quire.core.errors import InvalidRequest
 from quire.server.chat import ChatReply, answer_chat, chat_prompt, chat_tools
-from quire.server.errors import ApiError, from_validation
+from quire.server.errors import ApiError, validated
 from quire.server.protocol.base import Usage
 from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.reply import named_events
 from quire.server.service import Service
 from quire.server.stored_chats import Answering
-from quire.text.prompts import PreparedPrompt
 
 Payloads = list[dict[str, Any]]  # of typed events
 
@@ -42,16 +40,15 @@ async def translated_chat(
 ) -> ChatReply:
     """Submits the chat request with these fields; `names` are what errors call them."""
     with renamed_errors(names):
-        return await answer(service, request, _chat_request(fields))
+        return await answer(service, request, validated(ChatCompletionRequest, fields))
 
 
-async def translated_prompt(
-    service: Service, fields: Mapping[str, Any], names: Mapping[str, str]
-) -> PreparedPrompt:
-    """The prompt that such a chat would have."""
+async def num_prompt_tokens(service: Service, fields: Mapping[str, Any], names: Mapping[str, str]) -> int:
+    """How many tokens the prompt of such a chat would have."""
     with renamed_errors(names):
-        body = _chat_request(fields)
-        return await chat_prompt(service.model_named(body.model), body, chat_tools(body))
+        body = validated(ChatCompletionRequest, fields)
+        prompt = await chat_prompt(service.model_named(body.model), body, chat_tools(body))
+        return len(prompt.token_ids)
 
 
 async def build_whole(reply: ChatReply, builder: EventBuilder, names: Mapping[str, str]) -> None:
@@ -119,14 +116,6 @@ def string_field(item: Mapping[str, Any], name: str, path: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest.at(path, f"needs {name}: give a string")
     return value
-
-
-def _chat_request(fields: Mapping[str, Any]) -> ChatCompletionRequest:
-    try:
-        return ChatCompletionRequest.model_validate(fields)
-    except pydantic.ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        raise from_validation(problems, fields) from None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,14 @@ _NAMES = {
     "gradient_checkpointing": "recompute",
 }
 _FLAGS = {"targets": "target-modules", "recompute": "gradient-checkpointing", "paged": "offload-optimizer"}
+_METRICS = {  # OpenAI's names of an event's fields
+    "step": "step",
+    "total_steps": "num_steps",
+    "train_loss": "loss",
+    "full_valid_loss": "validation_loss",
+    "train_accuracy": "accuracy",
+    "learning_rate": "learning_rate",
+}
 WEIGHTS = "adapter_model.safetensors"
 STREAM_SECONDS = 0.5  # between looks at a job's log
 
@@ -64,7 +73,7 @@ class TuningEndpoints:
 
     # ------------------------------------------------------------------ requests
 
-    async def create(self, body: NewFineTuningJob, request: Request) -> Response:
+    async def create_job(self, body: NewFineTuningJob, request: Request) -> Response:
         service, owner = self._service, owner_of(request)
         if service.models.config.adapters.lora_dir is None:
             raise InvalidRequest(
@@ -98,14 +107,14 @@ class TuningEndpoints:
         self.jobs.create(job, training, validation)
         return JsonReply(self._shown(job))
 
-    async def list_all(self, request: Request) -> Response:
+    async def list_jobs(self, request: Request) -> Response:
         jobs, more = _page(self.jobs.all_of(owner_of(request)), request, lambda job: job.id)
-        return JsonReply({"object": "list", "data": [self._shown(job) for job in jobs], "has_more": more})
+        return _list([self._shown(job) for job in jobs], more)
 
-    async def retrieve(self, job_id: str, request: Request) -> Response:
+    async def retrieve_job(self, job_id: str, request: Request) -> Response:
         return JsonReply(self._shown(self._job(job_id, request)))
 
-    async def change(self, job_id: str, action: str, request: Request) -> Response:
+    async def _change(self, action: str, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
         wanted, allowed = {
             "cancel": (CANCELLED, (QUEUED, RUNNING, PAUSED)),
@@ -119,17 +128,19 @@ class TuningEndpoints:
         self.jobs.change(job, wanted)
         return JsonReply(self._shown(job))
 
-    async def events(self, job_id: str, request: Request) -> Response:
+    cancel_job = partialmethod(_change, "cancel")
+    pause_job = partialmethod(_change, "pause")
+    resume_job = partialmethod(_change, "resume")
+
+    async def list_job_events(self, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
         if request.query_params.get("stream") == "true":
             return StreamingResponse(self._stream(job), media_type="text/event-stream")
-        shown, more = _page(self._events(job)[::-1], request, lambda event: event["id"])
-        return JsonReply({"object": "list", "data": shown, "has_more": more})
+        return _list(*_page(self._events(job)[::-1], request, lambda event: event["id"]))
 
-    async def checkpoints(self, job_id: str, request: Request) -> Response:
+    async def list_job_checkpoints(self, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
-        shown, more = _page(self._checkpoints(job)[::-1], request, lambda one: one["id"])
-        return JsonReply({"object": "list", "data": shown, "has_more": more})
+        return _list(*_page(self._checkpoints(job)[::-1], request, lambda one: one["id"]))
 
     # ------------------------------------------------------------------ inside
 
@@ -286,14 +297,11 @@ def _event(job: Job, event: dict[str, Any]) -> JobEvent:
 
 
 def _metrics(event: dict[str, Any]) -> dict[str, float]:
-    named = {
-        "step": "step",
-        "total_steps": "num_steps",
-        "train_loss": "loss",
-        "full_valid_loss": "validation_loss",
-    }
-    named |= {"train_accuracy": "accuracy", "learning_rate": "learning_rate"}
-    return {name: event[own] for name, own in named.items() if event.get(own) is not None}
+    return {name: event[own] for name, own in _METRICS.items() if event.get(own) is not None}
+
+
+def _list(shown: Sequence[Any], has_more: bool) -> JsonReply:
+    return JsonReply({"object": "list", "data": shown, "has_more": has_more})
 
 
 def _page(entries: Sequence[T], request: Request, key: Any) -> tuple[list[T], bool]:

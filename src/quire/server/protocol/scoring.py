@@ -33,11 +33,16 @@ class ClassifiedText(TypedDict):
     num_classes: int
 
 
-class ClassifiedTexts(TypedDict):
+class EncoderAnswer(TypedDict):
+    """What most answers begin with."""
+
     id: str
     object: str
     created: int
     model: str
+
+
+class ClassifiedTexts(EncoderAnswer):
     data: list[ClassifiedText]
     usage: Usage
 
@@ -53,11 +58,7 @@ class Score(TypedDict):
     score: float
 
 
-class ScoreList(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
+class ScoreList(EncoderAnswer):
     data: list[Score]
     usage: Usage
 
@@ -108,10 +109,6 @@ class FilledMasks(TypedDict):
     masks: list[list[MaskToken]]
 
 
-class FilledMaskList(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
+class FilledMaskList(EncoderAnswer):
     data: list[FilledMasks]
     usage: EmbeddingUsage

@@ -250,9 +250,7 @@ def _read(item: Any, path: str, find: FindItem | None) -> Item:
                 "summary": _reasoning_parts(item.get("summary"), "summary_text", f"{path}.summary"),
                 "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{path}.content"),
             }
-        case (
-            "file_search_call"
-        ):  # what was found is not part of the conversation: a later turn searches again
+        case "file_search_call":  # what was found is left out: a later turn searches again
             queries = [query for query in item.get("queries") or () if isinstance(query, str)]
             return {
                 "id": _id(item, "fs"),
@@ -300,15 +298,10 @@ def _parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
 
 def _part(part: Any, kind: str, path: str) -> dict[str, Any]:
     part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if part_type == "refusal":
-        return {"type": kind, "text": string_field(part, "refusal", path)} | _annotations(kind)
-    if part_type not in _TEXT_PARTS:
+    if part_type not in (*_TEXT_PARTS, "refusal"):
         raise not_supported(_PARAM, f"{path} has type {part_type!r}: only text parts are supported")
-    return {"type": kind, "text": string_field(part, "text", path)} | _annotations(kind)
-
-
-def _annotations(kind: str) -> dict[str, Any]:
-    return {"annotations": []} if kind == "output_text" else {}
+    text = string_field(part, "refusal" if part_type == "refusal" else "text", path)
+    return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})
 
 
 def _reasoning_parts(parts: Any, kind: str, path: str) -> list[dict[str, str]]:

@@ -1,5 +1,6 @@
-"""POST, GET and DELETE /v1/responses."""
+"""POST, GET and DELETE /v1/responses; POST /v1/responses/compact, which sums a long conversation up."""
 
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.base import Deleted, InputTokens
 from quire.server.protocol.responses import (
     RESPONSE_WITHOUT_EFFECT,
+    CompactedResponse,
     ConversationInput,
     Item,
     ItemList,
@@ -23,7 +25,7 @@ from quire.server.protocol.responses import (
     ResponseObject,
     ResponseRequest,
 )
-from quire.server.reply import ERRORS, EventStream, JsonReply, answers
+from quire.server.reply import EventStream, JsonReply, answers
 from quire.server.responses.background import (
     BackgroundResponses,
     EventLog,
@@ -32,14 +34,17 @@ from quire.server.responses.background import (
     ended_log,
     stay,
 )
-from quire.server.responses.builder import ResponseBuilder, ResponseSearch, new_response
+from quire.server.responses.builder import ResponseBuilder, ResponseSearch, new_response, response_usage
 from quire.server.responses.convert_request import (
     NAMES,
     chat_fields,
+    chat_messages,
     conversation_id,
+    new_id,
     prompt_fields,
     read_items,
     refuse_unsupported,
+    write_summary,
 )
 from quire.server.retrieval import has_file_search
 from quire.server.service import Service
@@ -47,8 +52,14 @@ from quire.server.stored import CONVERSATION, RESPONSE, ObjectStore, check_encod
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,
+    num_prompt_tokens,
     translated_chat,
-    translated_prompt,
+)
+
+MAX_SUMMARY_TOKENS = 1024
+_REQUEST = (
+    "Summarise this conversation for the assistant that will continue it. Keep facts, decisions, names, numbers, "
+    "results of tools and open questions. Write only the summary."
 )
 
 
@@ -56,8 +67,9 @@ def responses_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["responses"])
     store = service.store
     background = BackgroundResponses(store.max_bytes)
+    _add_compact(router, service)  # before paths that have an id in its place
 
-    @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
+    @router.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
         warn_without_effect(request, body, RESPONSE_WITHOUT_EFFECT)
@@ -98,12 +110,12 @@ def responses_router(service: Service) -> APIRouter:
         on_end()
         return JsonReply(builder.response)
 
-    @router.post("/v1/responses/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    @router.post("/v1/responses/input_tokens", responses=answers(InputTokens))
     async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
         """How many tokens a response's prompt would have."""
         read = read_conversation(store, request, body, background)
-        prompt = await translated_prompt(service, prompt_fields(body, read.items), NAMES)
-        count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        num_tokens = await num_prompt_tokens(service, prompt_fields(body, read.items), NAMES)
+        count: InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return JsonReply(count)
 
     _add_stored_routes(router, store, background)
@@ -111,7 +123,7 @@ def responses_router(service: Service) -> APIRouter:
 
 
 def _add_stored_routes(router: APIRouter, store: ObjectStore, background: BackgroundResponses) -> None:
-    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
+    @router.get("/v1/responses/{response_id}", responses=answers(ResponseObject, ResponseEvent))
     async def retrieve_response(response_id: str, request: Request) -> Response:
         """A response that is kept or runs; the events of one in the background after `starting_after`."""
         owner, query = context_of(request).key, request.query_params
@@ -130,7 +142,7 @@ def _add_stored_routes(router: APIRouter, store: ObjectStore, background: Backgr
         number = _number_after(query.get("starting_after"))
         return EventStream(FollowedEvents(events, number, request.receive), response_id)
 
-    @router.post("/v1/responses/{response_id}/cancel", responses={**answers(ResponseObject), **ERRORS})
+    @router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseObject))
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Ends a response in the background; one that has ended already is returned as it is."""
         owner = context_of(request).key
@@ -140,7 +152,7 @@ def _add_stored_routes(router: APIRouter, store: ObjectStore, background: Backgr
             raise InvalidRequest("only a response made with background: true can be cancelled", "response_id")
         return JsonReply(response)
 
-    @router.delete("/v1/responses/{response_id}", responses={**answers(Deleted), **ERRORS})
+    @router.delete("/v1/responses/{response_id}", responses=answers(Deleted))
     async def delete_response(response_id: str, request: Request) -> Response:
         """Deletes a response. Responses that continued it keep their own copy of the conversation."""
         owner = context_of(request).key
@@ -149,7 +161,7 @@ def _add_stored_routes(router: APIRouter, store: ObjectStore, background: Backgr
         gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
         return JsonReply(gone)
 
-    @router.get("/v1/responses/{response_id}/input_items", responses={**answers(ItemList), **ERRORS})
+    @router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList))
     async def list_input_items(response_id: str, request: Request) -> Response:
         """A response's input and the conversation before it, newest first."""
         owner = context_of(request).key
@@ -240,7 +252,7 @@ async def _within(service: Service, body: ResponseRequest, items: list[Item]) ->
     limit = service.model_named(body.model).ready.max_model_len
 
     async def count(some: list[Item]) -> int:
-        return len((await translated_prompt(service, prompt_fields(body, some), NAMES)).token_ids)
+        return await num_prompt_tokens(service, prompt_fields(body, some), NAMES)
 
     return await drop_oldest_turns(items, max(1, limit - (body.max_output_tokens or 1)), count)
 
@@ -270,3 +282,50 @@ async def drop_oldest_turns(items: list[Item], room: int, count: Counted) -> lis
         else:
             first = middle + 1
     return [*head, *items[starts[first] :]]
+
+
+# ---------------------------------------------------------------------- compaction
+
+
+def _add_compact(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/responses/compact", responses=answers(CompactedResponse))
+    async def compact_response(body: ConversationInput, request: Request) -> Response:
+        """A shorter conversation to go on with: send its output as input. The summary is written by the model."""
+        items = read_conversation(service.store, request, body).items
+        if not items:
+            raise InvalidRequest("input is empty: send a text or at least one item", "input")
+        service.check_room()
+        limit = service.model_named(body.model).ready.max_model_len
+        num_tokens = max(1, min(MAX_SUMMARY_TOKENS, limit // 4))
+
+        async def count(some: list[Item]) -> int:
+            return await num_prompt_tokens(service, _summary_fields(body, some), NAMES)
+
+        shown = await drop_oldest_turns(items, limit - num_tokens, count)
+        fields = _summary_fields(body, shown) | {"max_completion_tokens": num_tokens, "temperature": 0.0}
+        whole = await (await translated_chat(service, request, fields, NAMES)).whole()
+        message = whole["choices"][0]["message"]
+        summary = message["content"] or message.get("reasoning_content", "")
+        compacted: CompactedResponse = {
+            "id": new_id("resp"),
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [
+                *(item for item in items if item.get("role") == "user"),
+                {"id": new_id("cmp"), "type": "compaction", "encrypted_content": write_summary(summary)},
+            ],
+            "usage": response_usage(whole["usage"]),
+        }
+        return JsonReply(compacted)
+
+
+def _summary_fields(body: ConversationInput, items: list[Item]) -> dict[str, object]:
+    """The fields of the chat that asks for the summary, as part of the user's last turn if that comes last."""
+    messages = chat_messages(items, body.instructions)
+    if messages[-1]["role"] == "user":
+        said = messages[-1]["content"]
+        parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        messages[-1] = {"role": "user", "content": [*parts, {"type": "text", "text": f"\n\n{_REQUEST}"}]}
+    else:
+        messages.append({"role": "user", "content": _REQUEST})
+    return {"model": body.model, "messages": messages}

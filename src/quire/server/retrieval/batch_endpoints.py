@@ -13,12 +13,12 @@ from quire.core.errors import InvalidRequest
 from quire.rag.batches import UNFINISHED, BatchRecord
 from quire.rag.files import checked_disk
 from quire.server.batch import URLS
-from quire.server.protocol.batches import BatchCounts, BatchObject, MessageBatch, NewBatch, NewMessageBatch
+from quire.server.protocol.retrieval import BatchCounts, BatchObject, MessageBatch, NewBatch, NewMessageBatch
 from quire.server.reply import JsonReply
 from quire.server.retrieval.batch_jobs import BatchJobs, RowCounts, read_rows
-from quire.server.retrieval.file_endpoints import owner_of
-from quire.server.retrieval.lists import page_query, shown_page
+from quire.server.retrieval.file_endpoints import in_thread, owner_of, page_query
 from quire.server.retrieval.retrieval import Retrieval
+from quire.server.stored import list_page
 
 OPENAI, ANTHROPIC = "openai", "anthropic"
 MESSAGES = "/v1/messages"
@@ -28,17 +28,17 @@ _ENDPOINTS = tuple(url for url in URLS if url != MESSAGES)
 
 class BatchEndpoints:
     def __init__(self, retrieval: Retrieval, jobs: BatchJobs) -> None:
-        self._retrieval = retrieval
+        self.retrieval = retrieval
         self._jobs = jobs
         self._records = jobs.records
 
-    async def create(self, body: NewBatch, request: Request) -> Response:
+    async def create_batch(self, body: NewBatch, request: Request) -> Response:
         owner = owner_of(request)
         if body.endpoint not in _ENDPOINTS:
             raise InvalidRequest(
                 f"endpoint={body.endpoint[:80]!r}: choose one of {', '.join(_ENDPOINTS)}", "endpoint"
             )
-        file = await self._retrieval.run(self._retrieval.files.get, owner, body.input_file_id)
+        file = await self.retrieval.run(self.retrieval.files.get, owner, body.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest(
                 f"the file {file.id} has the purpose {file.purpose!r}: upload it with purpose 'batch'",
@@ -51,19 +51,19 @@ class BatchEndpoints:
             "metadata": body.metadata,
             "output_seconds": seconds,
         }
-        batch = await self._retrieval.run(self._records.create, owner, OPENAI, fields, "batch_")
+        batch = await self.retrieval.run(self._records.create, owner, OPENAI, fields, "batch_")
         self._jobs.start(batch)
         return JsonReply(_shown(batch))
 
-    async def list_all(self, request: Request) -> Response:
-        asked = page_query(request.query_params)
-        page = await self._retrieval.run(self._records.page, owner_of(request), OPENAI, asked)
-        return JsonReply(shown_page(*page, _shown))
+    @in_thread()
+    def list_batches(self, request: Request) -> dict[str, Any]:
+        batches, more = self._records.page(owner_of(request), OPENAI, page_query(request.query_params))
+        return list_page([_shown(batch) for batch in batches], more)
 
-    async def retrieve(self, batch_id: str, request: Request) -> Response:
+    async def retrieve_batch(self, batch_id: str, request: Request) -> Response:
         return JsonReply(_shown(await self._record(request, OPENAI, batch_id)))
 
-    async def cancel(self, batch_id: str, request: Request) -> Response:
+    async def cancel_batch(self, batch_id: str, request: Request) -> Response:
         batch = await self._record(request, OPENAI, batch_id)
         if batch.status not in UNFINISHED:
             raise InvalidRequest(
@@ -72,11 +72,11 @@ class BatchEndpoints:
         return JsonReply(_shown(await self._jobs.cancel(batch)))
 
     async def _record(self, request: Request, api: str, batch_id: str) -> BatchRecord:
-        return await self._retrieval.run(self._records.get, owner_of(request), api, batch_id)
+        return await self.retrieval.run(self._records.get, owner_of(request), api, batch_id)
 
     # ------------------------------------------------------------------ Anthropic's
 
-    async def create_messages(self, body: NewMessageBatch, request: Request) -> Response:
+    async def create_message_batch(self, body: NewMessageBatch, request: Request) -> Response:
         seen: set[str] = set()
         for index, entry in enumerate(body.requests):
             if entry.custom_id in seen:
@@ -90,7 +90,7 @@ class BatchEndpoints:
 
         def make() -> BatchRecord:
             counts = {"total": len(body.requests), "completed": 0, "failed": 0}
-            with self._retrieval.database.transaction():
+            with self.retrieval.database.transaction():
                 batch = self._records.create(
                     owner_of(request), ANTHROPIC, {"request_counts": counts}, "msgbatch_"
                 )
@@ -100,36 +100,37 @@ class BatchEndpoints:
                         file.write(json.dumps(line) + "\n")
                 return batch
 
-        batch = await self._retrieval.run(make)
+        batch = await self.retrieval.run(make)
         self._jobs.start(batch)
         return JsonReply(_shown_messages(batch, str(request.base_url)))
 
-    async def list_messages(self, request: Request) -> Response:
+    @in_thread()
+    def list_message_batches(self, request: Request) -> dict[str, Any]:
         asked = page_query(request.query_params, MAX_LISTED_MESSAGES, after="after_id", before="before_id")
-        page = await self._retrieval.run(self._records.page, owner_of(request), ANTHROPIC, asked)
-        shown = shown_page(*page, lambda batch: _shown_messages(batch, str(request.base_url)))
+        batches, more = self._records.page(owner_of(request), ANTHROPIC, asked)
+        shown = list_page([_shown_messages(batch, str(request.base_url)) for batch in batches], more)
         del shown["object"]
-        return JsonReply(shown)
+        return shown
 
-    async def retrieve_messages(self, batch_id: str, request: Request) -> Response:
+    async def retrieve_message_batch(self, batch_id: str, request: Request) -> Response:
         batch = await self._record(request, ANTHROPIC, batch_id)
         return JsonReply(_shown_messages(batch, str(request.base_url)))
 
-    async def cancel_messages(self, batch_id: str, request: Request) -> Response:
+    async def cancel_message_batch(self, batch_id: str, request: Request) -> Response:
         """One that has ended already is returned as it is."""
         batch = await self._record(request, ANTHROPIC, batch_id)
         if batch.status in UNFINISHED:
             batch = await self._jobs.cancel(batch)
         return JsonReply(_shown_messages(batch, str(request.base_url)))
 
-    async def delete_messages(self, batch_id: str, request: Request) -> Response:
+    async def delete_message_batch(self, batch_id: str, request: Request) -> Response:
         batch = await self._record(request, ANTHROPIC, batch_id)
         if batch.status in UNFINISHED:
             raise InvalidRequest(f"the batch {batch_id} still runs: cancel it first", "batch_id")
-        await self._retrieval.run(self._jobs.drop, batch)
+        await self.retrieval.run(self._jobs.drop, batch)
         return JsonReply({"id": batch_id, "type": "message_batch_deleted"})
 
-    async def message_results(self, batch_id: str, request: Request) -> Response:
+    async def retrieve_message_batch_results(self, batch_id: str, request: Request) -> Response:
         """A line for each request, in the order in which they ended; then the requests without an answer."""
         batch = await self._record(request, ANTHROPIC, batch_id)
         if batch.status in UNFINISHED:

@@ -18,7 +18,7 @@ from quire.rag.files import checked_disk
 from quire.server.access import Keys
 from quire.server.app import create_app
 from quire.server.batch import BadLine, BatchRun, BatchSummary, RowFile, parse_line
-from quire.server.protocol.batches import MAX_BATCH_BYTES, MAX_REQUESTS
+from quire.server.protocol.retrieval import MAX_BATCH_BYTES, MAX_REQUESTS
 from quire.server.retrieval.retrieval import Retrieval
 from quire.server.service import Service
 
@@ -202,7 +202,7 @@ class BatchJobs:
             status = "expired"
         await self._retrieval.run(update, batch, "finalizing")
         counted = await self._retrieval.run(count_rows, self.rows_path(batch))
-        counts = {"total": _total(batch), **counted.shown}
+        counts = {"total": _total(batch), "completed": counted.completed, "failed": counted.failed}
 
         def finish() -> None:
             """Files and record together: a server that is killed meanwhile does it again."""
@@ -300,10 +300,6 @@ class RowCounts:
     cached_tokens: int = 0
     output_tokens: int = 0
     model: str | None = None
-
-    @property
-    def shown(self) -> dict[str, int]:
-        return {"completed": self.completed, "failed": self.failed}
 
     @property
     def usage(self) -> dict[str, Any]:

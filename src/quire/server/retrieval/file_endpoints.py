@@ -1,16 +1,17 @@
 """FileEndpoints: what /v1/files and /v1/uploads do."""
 
 import hashlib
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import quote
 
 from fastapi import Request
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.responses import Response, StreamingResponse
 
 from quire.core.errors import InvalidRequest
+from quire.rag.database import PageQuery
 from quire.rag.files import StoredFile, StoredUpload
 from quire.server.access import context_of
 from quire.server.protocol.base import Deleted
@@ -26,12 +27,13 @@ from quire.server.protocol.retrieval import (
     UploadPartObject,
 )
 from quire.server.reply import JsonReply
-from quire.server.retrieval.lists import page_query, shown_page
 from quire.server.retrieval.multipart import SentForm, sent_form
 from quire.server.retrieval.retrieval import Retrieval
+from quire.server.stored import list_page, page_limit
 
 MAX_LISTED_FILES = 10_000
 READ_AT_ONCE = 1 << 20
+MAX_CURSOR = 128  # characters
 
 
 def owner_of(request: Request) -> str:
@@ -39,32 +41,64 @@ def owner_of(request: Request) -> str:
     return context_of(request).key or ""
 
 
+def page_query(query: QueryParams, most: int = 100, default: int = 20, **names: str) -> PageQuery:
+    """`names` has the API's own names of `after` and `before`, if they differ."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order={order[:40]!r} is not known: give 'asc' or 'desc'", "order")
+    cursors = {field: query.get(names.get(field, field)) for field in ("after", "before")}
+    for field, cursor in cursors.items():
+        if cursor is not None and len(cursor) > MAX_CURSOR:
+            raise InvalidRequest(f"{field}={cursor[:40]!r}… is no id", field)
+    return PageQuery(page_limit(query.get("limit", str(default)), most), order, **cursors)
+
+
+def in_thread(adds_files: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Awaitable[Response]]]:
+    """For methods that read or write the disk: they run in a thread, and what they return is sent as JSON. The workers
+    then look for new files if it `adds_files` to a store."""
+
+    def decorate(call: Callable[..., Any]) -> Callable[..., Awaitable[Response]]:
+        async def endpoint(self: HasRetrieval, **given: Any) -> Response:
+            shown = await self.retrieval.run(call, self, **given)
+            if adds_files:
+                self.retrieval.ingest.wake()
+            return JsonReply(shown)
+
+        return endpoint
+
+    return decorate
+
+
+class HasRetrieval(Protocol):
+    retrieval: Retrieval
+
+
 class FileEndpoints:
     def __init__(self, retrieval: Retrieval, max_file_bytes: int) -> None:
-        self._retrieval = retrieval
+        self.retrieval = retrieval
         self._files = retrieval.files
         self._max_file_bytes = max_file_bytes
 
-    async def create(self, request: Request) -> Response:
+    async def create_file(self, request: Request) -> Response:
         async with sent_form(request, self._files, "file", self._max_file_bytes) as form:
             purpose, seconds = _purpose(form), _expires_seconds(form)
             add, name = self._files.add, form.filename or "file"
             file = await run_in_threadpool(add, owner_of(request), form.path, name, purpose, seconds)
         return JsonReply(shown_file(file))
 
-    async def list_all(self, request: Request) -> Response:
+    @in_thread()
+    def list_files(self, request: Request) -> dict[str, Any]:
         query = request.query_params
         asked = page_query(query, MAX_LISTED_FILES, MAX_LISTED_FILES)
-        files, more = await self._retrieval.run(
-            self._files.page, owner_of(request), asked, query.get("purpose")
-        )
-        return JsonReply(shown_page(files, more, shown_file))
+        files, more = self._files.page(owner_of(request), asked, query.get("purpose"))
+        return list_page([shown_file(file) for file in files], more)
 
-    async def retrieve(self, file_id: str, request: Request) -> Response:
-        return JsonReply(shown_file(await self._retrieval.run(self._files.get, owner_of(request), file_id)))
+    @in_thread()
+    def retrieve_file(self, file_id: str, request: Request) -> FileObject:
+        return shown_file(self._files.get(owner_of(request), file_id))
 
-    async def content(self, file_id: str, request: Request) -> Response:
-        file = await self._retrieval.run(self._files.get, owner_of(request), file_id)
+    async def retrieve_file_content(self, file_id: str, request: Request) -> Response:
+        file = await self.retrieval.run(self._files.get, owner_of(request), file_id)
         opened = await run_in_threadpool(self._files.path(file.id).open, "rb")
         headers = {
             "Content-Length": str(file.bytes),
@@ -73,29 +107,30 @@ class FileEndpoints:
         }
         return StreamingResponse(_pieces(opened), media_type="application/octet-stream", headers=headers)
 
-    async def delete(self, file_id: str, request: Request) -> Response:
+    @in_thread()
+    def delete_file(self, file_id: str, request: Request) -> Deleted:
         """From disk, and from all vector stores that have it."""
         owner = owner_of(request)
-        await self._retrieval.run(self._files.get, owner, file_id)
-        await self._retrieval.run(self._retrieval.stores.remove_everywhere, file_id)
-        await self._retrieval.run(self._files.delete, owner, file_id)
-        gone: Deleted = {"id": file_id, "object": "file", "deleted": True}
-        return JsonReply(gone)
+        self._files.get(owner, file_id)
+        self.retrieval.stores.remove_everywhere(file_id)
+        self._files.delete(owner, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
 
     # ------------------------------------------------------------------ uploads
 
-    async def create_upload(self, body: NewUpload, request: Request) -> Response:
+    @in_thread()
+    def create_upload(self, body: NewUpload, request: Request) -> UploadObject:
         seconds = body.expires_after.seconds if body.expires_after is not None else None
-        upload = await self._retrieval.run(
-            self._files.create_upload, owner_of(request), body.filename, body.bytes, body.purpose, seconds
+        create = self._files.create_upload
+        return _shown_upload(
+            create(owner_of(request), body.filename, body.bytes, body.purpose, seconds), None
         )
-        return JsonReply(_shown_upload(upload, None))
 
-    async def add_part(self, upload_id: str, request: Request) -> Response:
+    async def create_upload_part(self, upload_id: str, request: Request) -> Response:
         owner = owner_of(request)
-        await self._retrieval.run(self._files.pending_upload, owner, upload_id)
+        await self.retrieval.run(self._files.pending_upload, owner, upload_id)
         async with sent_form(request, self._files, "data", MAX_PART_BYTES) as form:
-            part = await self._retrieval.run(self._files.add_part, owner, upload_id, form.path)
+            part = await self.retrieval.run(self._files.add_part, owner, upload_id, form.path)
         shown: UploadPartObject = {
             "id": part.id,
             "object": "upload.part",
@@ -104,21 +139,23 @@ class FileEndpoints:
         }
         return JsonReply(shown)
 
-    async def complete_upload(self, upload_id: str, body: CompleteUpload, request: Request) -> Response:
+    @in_thread()
+    def complete_upload(self, upload_id: str, body: CompleteUpload, request: Request) -> UploadObject:
         owner = owner_of(request)
-        upload, file = await self._retrieval.run(self._files.complete_upload, owner, upload_id, body.part_ids)
+        upload, file = self._files.complete_upload(owner, upload_id, body.part_ids)
         if body.md5 is not None:
-            digest = await run_in_threadpool(_md5, self._files.path(file.id))
+            with self._files.path(file.id).open("rb") as opened:
+                digest = hashlib.file_digest(opened, "md5").hexdigest()
             if digest != body.md5.lower():
-                await self._retrieval.run(self._files.delete, owner, file.id)
+                self._files.delete(owner, file.id)
                 raise InvalidRequest(
                     f"md5 is {body.md5[:64]!r} and the parts have {digest}: create another upload", "md5"
                 )
-        return JsonReply(_shown_upload(upload, file))
+        return _shown_upload(upload, file)
 
-    async def cancel_upload(self, upload_id: str, request: Request) -> Response:
-        upload = await self._retrieval.run(self._files.cancel_upload, owner_of(request), upload_id)
-        return JsonReply(_shown_upload(upload, None))
+    @in_thread()
+    def cancel_upload(self, upload_id: str, request: Request) -> UploadObject:
+        return _shown_upload(self._files.cancel_upload(owner_of(request), upload_id), None)
 
 
 def shown_file(file: StoredFile) -> FileObject:
@@ -178,8 +215,3 @@ async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
         while piece := await run_in_threadpool(file.read, READ_AT_ONCE):
             yield piece
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()

@@ -7,18 +7,17 @@ system message of the answer that is shown.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import pydantic
 from fastapi import Request
 
 from quire.core.errors import InvalidRequest
 from quire.rag.prompts import citations, with_passages
 from quire.rag.stores import StorePassage, VectorStore
 from quire.server.chat import ChatReply, answer_chat, chat_prompt, chat_tools
-from quire.server.errors import from_validation
+from quire.server.errors import validated
 from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.protocol.responses import Item
 from quire.server.protocol.retrieval import MAX_QUERY, FileSearchTool
@@ -26,8 +25,7 @@ from quire.server.responses.convert_request import new_id
 from quire.server.retrieval import is_file_search
 from quire.server.retrieval.file_endpoints import owner_of
 from quire.server.retrieval.retrieval import Retrieval
-from quire.server.retrieval.rewrite import rewritten
-from quire.server.retrieval.search import SearchOptions, filter_of
+from quire.server.retrieval.search import SearchOptions, filter_of, rewritten
 from quire.server.service import Service
 
 RESULTS = "file_search_call.results"  # what `include` calls them
@@ -198,7 +196,7 @@ class FileSearch:
             if num_tokens > room:
                 if not shown and room > MIN_PASSAGE:  # a part of the best one is better than nothing
                     cut = text[: len(text) * (room - 8) // num_tokens]
-                    shown.append(_shortened(passage, cut))
+                    shown.append(replace(passage, text=cut, end=passage.start + len(cut)))
                 break
             room -= num_tokens
             shown.append(passage)
@@ -229,10 +227,8 @@ class SearchedResponse:
 
 def _tool(given: Mapping[str, Any], path: str) -> FileSearchTool:
     try:
-        return FileSearchTool.model_validate(given)
-    except pydantic.ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        wrong = from_validation(problems, given)
+        return validated(FileSearchTool, given)
+    except InvalidRequest as wrong:
         raise InvalidRequest(f"{path}.{wrong}", "tools") from None
 
 
@@ -272,19 +268,6 @@ def _with_system(messages: Sequence[dict[str, Any]], passages: Sequence[str]) ->
     instructions = first["content"] if is_system else ""
     system = {"role": "system", "content": with_passages(instructions, passages)}
     return [system, *(messages[1:] if is_system else messages)]
-
-
-def _shortened(passage: StorePassage, text: str) -> StorePassage:
-    return StorePassage(
-        passage.store_id,
-        passage.file_id,
-        passage.filename,
-        passage.attributes,
-        passage.start,
-        passage.start + len(text),
-        text,
-        passage.score,
-    )
 
 
 def _nested(note: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Searches of vector stores: their options, a cross-encoder that ranks again, and their results."""
+"""Searches of vector stores: options, queries that a model rewrites, a cross-encoder that ranks again, and results."""
 
 from array import array
 from collections.abc import Sequence
@@ -6,18 +6,39 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy
+from fastapi import Request
 
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull
 from quire.rag.filters import Filter, parse_filter
 from quire.rag.ranking import IndexQuery
 from quire.rag.stores import StorePassage
+from quire.server.access import add_warning
+from quire.server.chat import answer_chat
 from quire.server.encoder_requests import all_pooled, new_id
-from quire.server.protocol.retrieval import MAX_RESULTS, SearchFields, SearchResult
-from quire.server.scoring import RERANK, Texts, paired
+from quire.server.encoders import RERANK, Texts, paired
+from quire.server.errors import ApiError
+from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.protocol.retrieval import MAX_QUERY, MAX_RESULTS, SearchFields, SearchResult
 from quire.server.service import Service
 
 DEFAULT_RESULTS = 10
 _AUTO = (None, "auto", "default-2024-11-15", "default_2024_08_21")
+REWRITE_TOKENS = 48  # of an answer
+_EXAMPLES = (
+    ("hey, could you tell me what they charge for shipping?", "shipping cost"),
+    ("Who was it again that wrote the first paper about transformers?", "author of the first paper on transformers"),
+)  # fmt: skip
+_MESSAGES = [
+    {
+        "role": "system",
+        "content": "Rewrite the user's text as a short query for a search engine. Write only the query.",
+    },
+    *(
+        {"role": role, "content": text}
+        for pair in _EXAMPLES
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +93,29 @@ def filter_of(given: SearchFields) -> Filter | None:
         return parse_filter(given.filters)
     except ValueError as error:
         raise InvalidRequest(str(error).replace("{", "{{").replace("}", "}}"), "filters") from None
+
+
+async def rewritten(service: Service, request: Request, queries: Sequence[str]) -> list[str]:
+    """The queries as the served model rewrites them. A query stays as it is if the model writes nothing; all do, with
+    a warning, if no served model chats or a query does not fit its context."""
+    made = []
+    for query in queries:
+        try:
+            fields = {
+                "messages": [*_MESSAGES, {"role": "user", "content": query}],
+                "max_completion_tokens": REWRITE_TOKENS,
+                "temperature": 0,
+                "stop": ["\n"],
+            }
+            reply = await answer_chat(service, request, ChatCompletionRequest.model_validate(fields))
+        except (InvalidRequest, ApiError) as error:
+            if isinstance(error, ApiError) and error.status not in (400, 404):
+                raise
+            add_warning(request, f"rewrite_query has no effect: {error}")
+            return list(queries)
+        text = (await reply.whole())["choices"][0]["message"]["content"] or ""
+        made.append(text.strip().strip('"')[:MAX_QUERY] or query)
+    return made
 
 
 async def reranked(

@@ -25,12 +25,11 @@ from quire.server.protocol.retrieval import (
     VectorStoreObject,
 )
 from quire.server.reply import JsonReply
-from quire.server.retrieval.file_endpoints import owner_of
-from quire.server.retrieval.lists import page_query, shown_page
+from quire.server.retrieval.file_endpoints import in_thread, owner_of, page_query
 from quire.server.retrieval.retrieval import Retrieval
-from quire.server.retrieval.rewrite import rewritten
-from quire.server.retrieval.search import SearchOptions, filter_of, shown_result
+from quire.server.retrieval.search import SearchOptions, filter_of, rewritten, shown_result
 from quire.server.service import Service
+from quire.server.stored import list_page
 
 DEFAULT_TOKENS, DEFAULT_OVERLAP = 800, 400
 
@@ -38,42 +37,33 @@ DEFAULT_TOKENS, DEFAULT_OVERLAP = 800, 400
 class StoreEndpoints:
     def __init__(self, service: Service, retrieval: Retrieval) -> None:
         self._service = service
-        self._retrieval = retrieval
+        self.retrieval = retrieval
         self._stores = retrieval.stores
 
-    async def create(self, body: NewStore, request: Request) -> Response:
+    @in_thread(adds_files=True)
+    def create_vector_store(self, body: NewStore, request: Request) -> VectorStoreObject:
         owner = owner_of(request)
         days = body.expires_after.days if body.expires_after is not None else None
         files = [
             NewFile(file_id=name, chunking_strategy=body.chunking_strategy) for name in body.file_ids or ()
         ]
-        added = await self._checked(owner, files, "file_ids")
+        added = self._checked(owner, files)
+        store = self._stores.create(owner, body.name or "", body.description, body.metadata or {}, days)
+        if added:
+            self._stores.add_files(store, added)
+        return self._shown(store)
 
-        def make() -> VectorStoreObject:
-            store = self._stores.create(owner, body.name or "", body.description, body.metadata or {}, days)
-            if added:
-                self._stores.add_files(store, added)
-            return self._shown(store)
+    @in_thread()
+    def list_vector_stores(self, request: Request) -> dict[str, Any]:
+        stores, more = self._stores.page(owner_of(request), page_query(request.query_params))
+        return list_page([self._shown(store) for store in stores], more)
 
-        shown = await self._retrieval.run(make)
-        self._retrieval.ingest.wake()
-        return JsonReply(shown)
+    @in_thread()
+    def retrieve_vector_store(self, store_id: str, request: Request) -> VectorStoreObject:
+        return self._shown(self._store(store_id, request))
 
-    async def list_all(self, request: Request) -> Response:
-        asked = page_query(request.query_params)
-
-        def listed() -> dict[str, Any]:
-            return shown_page(*self._stores.page(owner_of(request), asked), self._shown)
-
-        return JsonReply(await self._retrieval.run(listed))
-
-    async def retrieve(self, store_id: str, request: Request) -> Response:
-        def shown() -> VectorStoreObject:
-            return self._shown(self._stores.get(owner_of(request), store_id))
-
-        return JsonReply(await self._retrieval.run(shown))
-
-    async def update(self, store_id: str, body: StoreUpdate, request: Request) -> Response:
+    @in_thread()
+    def modify_vector_store(self, store_id: str, body: StoreUpdate, request: Request) -> VectorStoreObject:
         changes: dict[str, Any] = {}
         for field in body.model_fields_set:
             if field == "expires_after":
@@ -82,24 +72,20 @@ class StoreEndpoints:
                 changes["metadata"] = body.metadata or {}
             elif body.name is not None:
                 changes["name"] = body.name
+        return self._shown(self._stores.update(owner_of(request), store_id, changes))
 
-        def make() -> VectorStoreObject:
-            return self._shown(self._stores.update(owner_of(request), store_id, changes))
+    @in_thread()
+    def delete_vector_store(self, store_id: str, request: Request) -> Deleted:
+        self._stores.delete(owner_of(request), store_id)
+        return {"id": store_id, "object": "vector_store.deleted", "deleted": True}
 
-        return JsonReply(await self._retrieval.run(make))
-
-    async def delete(self, store_id: str, request: Request) -> Response:
-        await self._retrieval.run(self._stores.delete, owner_of(request), store_id)
-        gone: Deleted = {"id": store_id, "object": "vector_store.deleted", "deleted": True}
-        return JsonReply(gone)
-
-    async def search(self, store_id: str, body: StoreSearch, request: Request) -> Response:
+    async def search_vector_store(self, store_id: str, body: StoreSearch, request: Request) -> Response:
         options, filter = SearchOptions.of(body), filter_of(body)
         queries = [body.query] if isinstance(body.query, str) else body.query
-        store = await self._retrieval.run(self._stores.usable, owner_of(request), store_id)
+        store = await self.retrieval.run(self._stores.usable, owner_of(request), store_id)
         if body.rewrite_query:
             queries = await rewritten(self._service, request, queries)
-        passages = await self._retrieval.search(store, queries, options, filter)
+        passages = await self.retrieval.search(store, queries, options, filter)
         results: SearchResults = {
             "object": "vector_store.search_results.page",
             "search_query": queries,
@@ -111,80 +97,65 @@ class StoreEndpoints:
 
     # ------------------------------------------------------------------ files of a store
 
-    async def add_file(self, store_id: str, body: NewFile, request: Request) -> Response:
+    @in_thread(adds_files=True)
+    def create_vector_store_file(self, store_id: str, body: NewFile, request: Request) -> StoreFileObject:
         owner = owner_of(request)
-        added = await self._checked(owner, [body], "file_id")
+        added = self._checked(owner, [body])
+        store = self._stores.usable(owner, store_id)
+        self._stores.add_files(store, added)
+        return shown_store_file(self._stores.file(store, body.file_id))
 
-        def make() -> StoreFileObject:
-            store = self._stores.usable(owner, store_id)
-            self._stores.add_files(store, added)
-            return shown_store_file(self._stores.file(store, body.file_id))
-
-        shown = await self._retrieval.run(make)
-        self._retrieval.ingest.wake()
-        return JsonReply(shown)
-
-    async def list_files(self, store_id: str, request: Request, batch_id: str | None = None) -> Response:
+    @in_thread()
+    def list_vector_store_files(
+        self, store_id: str, request: Request, batch_id: str | None = None
+    ) -> dict[str, Any]:
         asked, status = page_query(request.query_params), request.query_params.get("filter")
         if status is not None and status not in COUNTS:
             raise InvalidRequest(f"filter={status[:40]!r}: give one of {', '.join(COUNTS)}", "filter")
+        store = self._store(store_id, request)
+        if batch_id is not None:
+            self._stores.batch(store, batch_id)
+        files, more = self._stores.file_page(store, asked, status, batch_id)
+        return list_page([shown_store_file(file) for file in files], more)
 
-        def listed() -> dict[str, Any]:
-            store = self._stores.get(owner_of(request), store_id)
-            if batch_id is not None:
-                self._stores.batch(store, batch_id)
-            return shown_page(*self._stores.file_page(store, asked, status, batch_id), shown_store_file)
+    @in_thread()
+    def retrieve_vector_store_file(self, store_id: str, file_id: str, request: Request) -> StoreFileObject:
+        return shown_store_file(self._stores.file(self._store(store_id, request), file_id))
 
-        return JsonReply(await self._retrieval.run(listed))
-
-    async def retrieve_file(self, store_id: str, file_id: str, request: Request) -> Response:
-        def shown() -> StoreFileObject:
-            store = self._stores.get(owner_of(request), store_id)
-            return shown_store_file(self._stores.file(store, file_id))
-
-        return JsonReply(await self._retrieval.run(shown))
-
-    async def update_file(
+    @in_thread()
+    def update_vector_store_file(
         self, store_id: str, file_id: str, body: AttributesUpdate, request: Request
-    ) -> Response:
-        attributes = _attributes(body.attributes)
+    ) -> StoreFileObject:
+        attributes, store = _attributes(body.attributes), self._store(store_id, request)
+        return shown_store_file(self._stores.set_attributes(store, file_id, attributes))
 
-        def make() -> StoreFileObject:
-            store = self._stores.get(owner_of(request), store_id)
-            return shown_store_file(self._stores.set_attributes(store, file_id, attributes))
-
-        return JsonReply(await self._retrieval.run(make))
-
-    async def remove_file(self, store_id: str, file_id: str, request: Request) -> Response:
+    @in_thread()
+    def delete_vector_store_file(self, store_id: str, file_id: str, request: Request) -> Deleted:
         """From the store only: the file itself stays."""
+        self._stores.remove_file(self._store(store_id, request), file_id)
+        return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
 
-        def remove() -> None:
-            self._stores.remove_file(self._stores.get(owner_of(request), store_id), file_id)
-
-        await self._retrieval.run(remove)
-        gone: Deleted = {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
-        return JsonReply(gone)
-
-    async def file_content(self, store_id: str, file_id: str, request: Request) -> Response:
-        def read() -> FileContent:
-            store = self._stores.get(owner_of(request), store_id)
-            file = self._stores.file(store, file_id)
-            name = self._retrieval.files.get(owner_of(request), file_id).filename
-            return {
-                "object": "vector_store.file_content.page",
-                "file_id": file_id,
-                "filename": name,
-                "attributes": file.attributes,
-                "data": [{"type": "text", "text": self._stores.text(store, file_id)}],
-                "has_more": False,
-                "next_page": None,
-            }
-
-        return JsonReply(await self._retrieval.run(read))
+    @in_thread()
+    def retrieve_vector_store_file_content(
+        self, store_id: str, file_id: str, request: Request
+    ) -> FileContent:
+        store = self._store(store_id, request)
+        file = self._stores.file(store, file_id)
+        name = self.retrieval.files.get(owner_of(request), file_id).filename
+        return {
+            "object": "vector_store.file_content.page",
+            "file_id": file_id,
+            "filename": name,
+            "attributes": file.attributes,
+            "data": [{"type": "text", "text": self._stores.text(store, file_id)}],
+            "has_more": False,
+            "next_page": None,
+        }
 
     # ------------------------------------------------------------------ batches of files
 
-    async def create_batch(self, store_id: str, body: NewFileBatch, request: Request) -> Response:
+    @in_thread(adds_files=True)
+    def create_file_batch(self, store_id: str, body: NewFileBatch, request: Request) -> FileBatchObject:
         owner = owner_of(request)
         if (body.file_ids is None) == (body.files is None):
             raise InvalidRequest("send either file_ids or files", "file_ids")
@@ -192,38 +163,30 @@ class StoreEndpoints:
             NewFile(file_id=name, attributes=body.attributes, chunking_strategy=body.chunking_strategy)
             for name in body.file_ids or ()
         ]
-        added = await self._checked(owner, files, "file_ids" if body.files is None else "files")
+        added = self._checked(owner, files)
+        return self._shown_batch(self._stores.create_batch(self._stores.usable(owner, store_id), added))
 
-        def make() -> FileBatchObject:
-            store = self._stores.usable(owner, store_id)
-            return self._shown_batch(self._stores.create_batch(store, added))
+    @in_thread()
+    def retrieve_file_batch(self, store_id: str, batch_id: str, request: Request) -> FileBatchObject:
+        return self._shown_batch(self._stores.batch(self._store(store_id, request), batch_id))
 
-        shown = await self._retrieval.run(make)
-        self._retrieval.ingest.wake()
-        return JsonReply(shown)
+    @in_thread()
+    def cancel_file_batch(self, store_id: str, batch_id: str, request: Request) -> FileBatchObject:
+        return self._shown_batch(self._stores.cancel_batch(self._store(store_id, request), batch_id))
 
-    async def retrieve_batch(
-        self, store_id: str, batch_id: str, request: Request, cancel: bool = False
-    ) -> Response:
-        def read() -> FileBatchObject:
-            store = self._stores.get(owner_of(request), store_id)
-            act = self._stores.cancel_batch if cancel else self._stores.batch
-            return self._shown_batch(act(store, batch_id))
+    list_file_batch_files = list_vector_store_files
 
-        return JsonReply(await self._retrieval.run(read))
+    def _store(self, store_id: str, request: Request) -> VectorStore:
+        return self._stores.get(owner_of(request), store_id)
 
-    async def _checked(self, owner: str, files: Sequence[NewFile], param: str) -> list[NewStoreFile]:
+    def _checked(self, owner: str, files: Sequence[NewFile]) -> list[NewStoreFile]:
         """What is to be added; raises if a file is not there, or a field is wrong."""
         added: dict[str, NewStoreFile] = {}
         for file in files:
             tokens, overlap = _chunking(file.chunking_strategy)
             added[file.file_id] = NewStoreFile(file.file_id, _attributes(file.attributes), tokens, overlap)
-
-        def check() -> None:
-            for name in added:
-                self._retrieval.files.get(owner, name)
-
-        await self._retrieval.run(check)
+        for name in added:
+            self.retrieval.files.get(owner, name)
         return list(added.values())
 
     def _shown(self, store: VectorStore) -> VectorStoreObject:

@@ -1,9 +1,12 @@
-"""POST /v1/classify, /v1/score and /v1/rerank: an encoder's scores of texts and of pairs of texts."""
+"""The endpoints of encoders: /v1/embeddings, /v1/classify, /v1/score, /v1/rerank and /v1/fill-mask."""
 
+import base64
+import math
+import sys
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,24 +14,104 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.core.request import EmbedRequest
-from quire.server.encoder_requests import check_limits, check_texts, encoded, kept_tokens, new_id, token_ids
+from quire.server.encoder_requests import (
+    check_limits,
+    check_texts,
+    encoded,
+    encoder_with_room,
+    kept_tokens,
+    new_id,
+    token_ids,
+)
+from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.protocol.scoring import (
     ClassifiedTexts,
     ClassifyRequest,
     EncoderRequest,
+    FilledMaskList,
+    FillMaskRequest,
     RerankedDocument,
     RerankedDocuments,
     RerankRequest,
     ScoreList,
     ScoreRequest,
 )
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import JsonReply, answers
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
-from quire.text.encoder_texts import cosine, pair_request
+from quire.text.encoder_texts import cosine, masked_request, pair_request, predictions_of, with_prompt
+from quire.text.prompts import as_list
 
-CLASSIFY, SCORE, RERANK = "/v1/classify", "/v1/score", "/v1/rerank"
+EMBEDDINGS, CLASSIFY, SCORE, RERANK = "/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank"
+FILL_MASK = "/v1/fill-mask"
 MAX_PAIR_CHARACTERS = 1 << 24  # of all pairs together: a query that goes with many documents counts with each
+
+
+# ---------------------------------------------------------------------- embeddings
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["embeddings"])
+
+    @router.post(EMBEDDINGS, responses=answers(EmbeddingList))
+    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+        """One vector for each text."""
+        service.refuse_if_draining()  # before an encoder is started for it
+        encoder = await service.encoder_named(body.model, EMBEDDINGS)
+        vectors = encoder.vectors
+        _check_dimensions(body.dimensions, encoder.names[0], vectors.width)
+        service.check_room(encoder.client)
+        keep = kept_tokens(service, encoder, body.truncate_prompt_tokens)
+        prompted = with_prompt(as_list(body.input), vectors, body.prompt_name)
+        texts = await token_ids(prompted, encoder, keep, body.add_special_tokens)
+        pooled = await encoded(service, encoder, EmbedRequest(new_id("embd"), texts), request)
+        num_tokens = sum(vector.num_tokens for vector in pooled)
+        listed: EmbeddingList = {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": item.index,
+                    "embedding": encode_vector(item.vector, body.encoding_format, body.dimensions),
+                }
+                for item in pooled
+            ],
+            "model": encoder.names[0],
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+        return JsonReply(listed)
+
+    return router
+
+
+def _check_dimensions(dimensions: int | None, model: str, width: int) -> None:
+    if dimensions is not None and not 1 <= dimensions <= width:
+        raise InvalidRequest(
+            f"dimensions={dimensions} is outside 1 to {width}, the size of {model}'s vectors: change it",
+            "dimensions",
+        )
+
+
+def encode_vector(vector: bytes, encoding: str, dimensions: int | None) -> list[float] | str:
+    """`vector` is float32 in this machine's order; base64 is little-endian, as OpenAI's clients read it."""
+    numbers = array("f", vector)
+    if dimensions is not None and dimensions < len(numbers):
+        numbers = _shortened(numbers, dimensions)
+    if encoding == "float":
+        return numbers.tolist()
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def _shortened(numbers: "array[float]", dimensions: int) -> "array[float]":
+    """The first of them, scaled to length one again; zeros stay zeros."""
+    kept = numbers[:dimensions]
+    length = math.sqrt(sum(number * number for number in kept))
+    return array("f", (number / length for number in kept)) if length else kept
+
+
+# ---------------------------------------------------------------------- scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +146,10 @@ def _head(request_id: str, model: str, num_tokens: int) -> dict[str, Any]:
 def scoring_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["encoders"])
 
-    @router.post(CLASSIFY, responses={**answers(ClassifiedTexts), **ERRORS})
+    @router.post(CLASSIFY, responses=answers(ClassifiedTexts))
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """The class of each text, and the probabilities of all classes."""
-        service.refuse_if_draining()
-        encoder = await service.encoder_named(body.model, CLASSIFY)
-        service.check_room(encoder.client)
+        encoder = await encoder_with_room(service, body.model, CLASSIFY)
         keep = kept_tokens(service, encoder, body.truncate_prompt_tokens)
         texts = await token_ids(body.input, encoder, keep, body.add_special_tokens)
         embed, labels = EmbedRequest(new_id("classify"), texts), encoder.vectors.labels
@@ -80,7 +161,7 @@ def scoring_router(service: Service) -> APIRouter:
         head = _head(embed.request_id, encoder.names[0], embed.num_prompt_tokens)
         return JsonReply({**head, "data": data})
 
-    @router.post(SCORE, responses={**answers(ScoreList), **ERRORS})
+    @router.post(SCORE, responses=answers(ScoreList))
     async def score(body: ScoreRequest, request: Request) -> Response:
         """How well texts go with others: by a cross-encoder, or as the cosine of two vectors."""
         first, second = (
@@ -98,7 +179,7 @@ def scoring_router(service: Service) -> APIRouter:
         ]
         return JsonReply({**_head(scored.id, scored.model, scored.num_tokens), "data": data})
 
-    @router.post(RERANK, responses={**answers(RerankedDocuments), **ERRORS})
+    @router.post(RERANK, responses=answers(RerankedDocuments))
     @router.post("/v2/rerank", include_in_schema=False)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents in the order in which they answer a query."""
@@ -120,6 +201,7 @@ def scoring_router(service: Service) -> APIRouter:
         }
         return JsonReply(reranked)
 
+    _add_fill_mask(router, service)
     return router
 
 
@@ -127,9 +209,7 @@ async def _scored(
     service: Service, path: str, body: EncoderRequest, first: Texts, second: Texts, request: Request
 ) -> Scored:
     """One of the first texts goes with all of the second, or each with its own."""
-    service.refuse_if_draining()
-    encoder = await service.encoder_named(body.model, path)
-    service.check_room(encoder.client)
+    encoder = await encoder_with_room(service, body.model, path)
     keep = kept_tokens(service, encoder, body.truncate_prompt_tokens)
     request_id = new_id(path.removeprefix("/v1/"))
     for part in (first, second):
@@ -181,3 +261,47 @@ def _num_characters(pairs: Sequence[tuple[str, str]], param: str) -> int:
             param,
         )
     return num_characters
+
+
+# ---------------------------------------------------------------------- masks
+
+
+def _add_fill_mask(router: APIRouter, service: Service) -> None:
+    @router.post(FILL_MASK, responses=answers(FilledMaskList))
+    async def fill_mask(body: FillMaskRequest, request: Request) -> Response:
+        """Predictions of each mask token of each text, as transformers' pipeline makes them."""
+        encoder = await encoder_with_room(service, body.model, FILL_MASK)
+        tokenizer = encoder.prompts.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(f"{encoder.names[0]} has no tokenizer: name another model", "model")
+        texts = await token_ids(
+            body.input, encoder, kept_tokens(service, encoder, body.truncate_prompt_tokens)
+        )
+        masked = masked_request(new_id("fill-mask"), texts, body.top_k, tokenizer, encoder.ready.vocab_size)
+        pooled = await encoded(service, encoder, masked, request)
+
+        def described() -> FilledMaskList:
+            return {
+                "id": masked.request_id,
+                "object": "list",
+                "created": int(time.time()),
+                "model": encoder.names[0],
+                "data": [
+                    {
+                        "index": text.index,
+                        "object": "fill-mask",
+                        "masks": [
+                            [asdict(token) for token in row]  # type: ignore[misc]
+                            for row in predictions_of(text, masked, tokenizer)
+                        ],
+                    }
+                    for text in pooled
+                ],
+                "usage": {
+                    "prompt_tokens": masked.num_prompt_tokens,
+                    "total_tokens": masked.num_prompt_tokens,
+                },
+            }
+
+        num_decoded = sum(len(row) * len(text) for row, text in zip(masked.masked, texts, strict=True))
+        return JsonReply(await encoder.prompts.run(described, num_decoded * masked.top_k))
