@@ -7,7 +7,7 @@ from quire.core.config import setting
 from quire.core.errors import ConfigError
 from quire.text.reader import choose_formats
 from quire.text.reasoning import REASONING_PARSERS
-from quire.text.tools.formats import TOOL_PARSERS
+from quire.text.tool_formats import TOOL_PARSERS
 
 PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
 MAX_PROCESSES = 64
