@@ -5,10 +5,12 @@ import json
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from unittest.mock import Mock, call
 
 import pytest
 
 from quire.cli.main import main
+from quire.cli.route import OnePiece
 from quire.core.errors import ConfigError
 from quire.fleet.proxy import MAX_BODY_BYTES, RouterApp
 from quire.fleet.servers import Servers, prefix_of_body
@@ -157,6 +159,22 @@ def test_a_stream_is_passed_through_piece_by_piece_with_its_headers():
     with_stubs(stub, use=use)
 
 
+def test_what_is_written_in_one_turn_of_the_loop_is_sent_as_one_piece():
+    async def run() -> None:
+        inner = Mock()
+        transport = OnePiece(inner, asyncio.get_running_loop())
+        transport.write(b"head ")
+        transport.write(b"first")
+        await asyncio.sleep(0)
+        transport.write(b"last")
+        transport.close()
+        await asyncio.sleep(0)
+        assert inner.mock_calls == [call.write(b"head first"), call.write(b"last"), call.close()]
+        assert transport.get_extra_info is inner.get_extra_info
+
+    asyncio.run(run())
+
+
 def test_prefixes_return_to_their_server_and_usage_corrects_the_shadow():
     stubs = Stub(USAGE % (1000, 0)), Stub(USAGE % (1000, 0))
 
@@ -272,6 +290,14 @@ def test_a_client_that_leaves_ends_the_request_at_the_server():
         asked.leave.set()
         await asked.done
         await asyncio.wait_for(stub.gone.wait(), 20)
+        assert servers.router.loads[0].stats.num_open == 0
+
+        ended = Asked(app, prompt("x"))
+        while not ended.sent:
+            await asyncio.sleep(0.01)
+        ended.done.cancel()  # by the HTTP server: no client left
+        with pytest.raises(asyncio.CancelledError):
+            await ended.done
         assert servers.router.loads[0].stats.num_open == 0
 
     with_stubs(stub, use=use)

@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import socket
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.cli.parser import Parser
 from quire.core.errors import ConfigError
@@ -12,6 +14,8 @@ from quire.fleet.policies import DEFAULT, POLICIES
 from quire.fleet.proxy import RouterApp
 from quire.fleet.servers import CACHE_TOKENS, Servers
 from quire.observe import logs
+from quire.observe.heap import freeze_heap
+from quire.server.connection import KEEP_ALIVE_SECONDS
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
 
@@ -52,30 +56,65 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("no server to answer: name servers, or --decode URL beside --prefill URL")
     servers = Servers(urls, arguments.policy, arguments.cache_tokens, arguments.prefill)
     listener = bind(ServerSettings(host=arguments.host, port=arguments.port))
-    try:
-        asyncio.run(_serve(servers, listener))
-    finally:
-        listener.close()
-    return 0
-
-
-async def _serve(servers: Servers, listener: socket.socket) -> None:
-    log = logs.get_logger(__name__)
-    await servers.start()
-    listener.listen()  # before the line that says so: uvicorn does it after some milliseconds
-    host, port = listener.getsockname()[:2]
-    log.info("routing   %d servers, requests by %s", len(servers.servers), servers.policy)
-    log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
     config = uvicorn.Config(
         RouterApp(servers),  # type: ignore[arg-type]
+        http=RouterProtocol,
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         date_header=False,  # the server that answers has one
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
     try:
-        await uvicorn.Server(config).serve(sockets=[listener])
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_serve(servers, uvicorn.Server(config), listener))
+    finally:
+        listener.close()
+    return 0
+
+
+class OnePiece:
+    """A transport that sends what is written in one turn of the event loop as one piece: a head with the first bytes
+    of its body, the last event with the end. Each piece is a system call, and wakes the client."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._written:
+            self._loop.call_soon(self._flush)
+        self._written.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._written:
+            self._transport.write(b"".join(self._written))
+            self._written.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class RouterProtocol(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(OnePiece(transport, self.loop))  # type: ignore[arg-type]
+
+
+async def _serve(servers: Servers, server: uvicorn.Server, listener: socket.socket) -> None:
+    log = logs.get_logger(__name__)
+    await servers.start()
+    listener.listen()  # before the line that says so: uvicorn does it after some milliseconds
+    host, port = listener.getsockname()[:2]
+    freeze_heap()
+    log.info("routing   %d servers, requests by %s", len(servers.servers), servers.policy)
+    log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
+    try:
+        await server.serve(sockets=[listener])
     finally:
         await servers.close()

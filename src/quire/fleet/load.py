@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.core.stats import RoutingStats
 from quire.fleet.prefixes import PrefixShadow
@@ -16,7 +17,7 @@ class Load:
     stats: RoutingStats = field(default_factory=RoutingStats)
     computing: set[int] = field(
         default_factory=set
-    )  # moments of the shadow whose prompts are not computed yet
+    )  # moments of the shadow: their prompts are not computed yet
     last_sent: int = 0  # number of the request that it got last
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)  # that it used, the last ones
 
@@ -30,3 +31,13 @@ class Load:
         """Its process ended, and its cache with it."""
         self.shadow.clear()
         self.adapters.clear()
+
+    def described(self) -> dict[str, Any]:
+        """For operators."""
+        return {
+            "requests_routed": self.stats.num_routed,
+            "requests_open": self.stats.num_open,
+            "pending_tokens": self.stats.pending_tokens,
+            "handed_over_tokens": self.stats.handed_over,
+            "cached_tokens_known": self.shadow.num_tokens,
+        }

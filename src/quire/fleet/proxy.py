@@ -1,8 +1,9 @@
 """RouterApp: an ASGI application that passes requests on to servers and their answers back, as they come."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 
@@ -22,11 +23,12 @@ RETRY_SECONDS = 2
 GENERATING = ("/completions", "/messages")  # paths whose requests have a prompt and max_tokens
 SERVER_UP = stats.Metric("gauge", "server_up", "Whether the server answers.")
 TRY_ANOTHER = frozenset({429, 502, 503})  # a server that is full or ends; another one may take the request
-# of one connection, not of the request
+# headers of one connection, not of the request
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer upgrade transfer-encoding host "
-    b"content-length expect".split()
+    b"expect".split()
 )
+NOT_PASSED_ON = HOP_BY_HOP | {b"content-length"}  # of requests: HttpClient counts their bodies itself
 
 
 class ClientLeft(QuireError):
@@ -60,9 +62,8 @@ class RouterApp:
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         """Tries servers in the policy's order until one has begun to answer."""
         servers, prefix = self._servers, prefix_of_body(body)
-        method = (
-            "GET" if scope["method"] == "HEAD" else scope["method"]
-        )  # the body is dropped on the way back
+        # the body of an answer to HEAD is dropped on the way back
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         target, head = request_target(scope), request_head(scope)
         order, last = servers.order(prefix), "no server answers"
         for attempt, number in enumerate(order):
@@ -71,13 +72,15 @@ class RouterApp:
                 prefix, number, target, body, head
             )
             request_id = servers.sent(prefix, number)
-            reply = Reply(send)
+            reply = Reply(send, on_begin=partial(servers.router.first_token, request_id))
             try:
                 async with server.client.send(method, target, body or None, head) as response:
                     if response.status in TRY_ANOTHER and not is_last:
                         await response.read()
                         continue
-                    await self._pass_back(request_id, prefix, response, reply, handed_over)
+                    usage = await reply.pass_back(response)
+                    if usage:
+                        servers.counted(request_id, number, prefix, usage, handed_over)
                     return
             except ConnectionLost as fault:
                 server.failed(str(fault))
@@ -109,21 +112,6 @@ class RouterApp:
         finally:
             servers.router.ended(request_id)
 
-    async def _pass_back(
-        self, request_id: str, prefix: Prefix, response: Response, reply: "Reply", handed_over: bool
-    ) -> None:
-        servers, piece, rest = self._servers, b"", b""
-        async for piece in response.pieces():
-            if not reply.has_begun:
-                servers.router.first_token(request_id)
-                await reply.begin(response)
-            await reply.send_piece(piece)
-            if b'_tokens"' in piece:
-                rest = piece
-        if rest:
-            servers.counted(request_id, prefix, rest, handed_over)
-        await reply.end(response)
-
     # ------------------------------------------------------------------ the router's own endpoints
 
     async def _own(self, path: str, send: Send) -> None:
@@ -152,29 +140,40 @@ class RouterApp:
 class Reply:
     """What goes back to the client; nothing is sent before the server's first bytes are there."""
 
-    def __init__(self, send: Send, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        """`more`: headers beside the server's."""
+    def __init__(
+        self,
+        send: Send,
+        more: Sequence[tuple[bytes, bytes]] = (),
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`more`: headers beside the server's. `on_begin` is called before the first bytes are sent."""
         self._send = send
         self._more = more
+        self._on_begin = on_begin
         self.has_begun = False
         self._is_stream = False
 
-    async def begin(self, response: Response) -> None:
-        self.has_begun = True
-        self._is_stream = b"text/event-stream" in response.headers.get(b"content-type", b"")
-        own = [(name, value) for name, value in response.headers.items() if name not in HOP_BY_HOP]
-        headers = [*own, *self._more]
-        if b"content-length" in response.headers:
-            headers.append((b"content-length", response.headers[b"content-length"]))
-        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
-
-    async def send_piece(self, piece: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-
-    async def end(self, response: Response) -> None:
+    async def pass_back(self, response: Response) -> bytes:
+        """Sends the response as it comes. Returns the last piece of it that counts tokens."""
+        send, usage = self._send, b""
+        async for piece in response.pieces():
+            if not self.has_begun:
+                await self._begin(response)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if b'_tokens"' in piece:
+                usage = piece
         if not self.has_begun:
-            await self.begin(response)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._begin(response)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return usage
+
+    async def _begin(self, response: Response) -> None:
+        self.has_begun = True
+        self._on_begin()
+        self._is_stream = b"text/event-stream" in response.headers.get(b"content-type", b"")
+        own = [item for item in response.headers.items() if item[0] not in HOP_BY_HOP]
+        headers = [*own, *self._more]
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def break_off(self, why: str) -> None:
         """A stream of events ends with an error event; other bodies stay short, which their length shows."""
@@ -193,7 +192,7 @@ def request_target(scope: Scope) -> str:
 
 
 def request_head(scope: Scope, names_client: bool = True) -> bytes:
-    lines = [name + b": " + value for name, value in scope["headers"] if name not in HOP_BY_HOP]
+    lines = [name + b": " + value for name, value in scope["headers"] if name not in NOT_PASSED_ON]
     client = scope.get("client")
     if client is not None and names_client:
         lines.append(b"x-forwarded-for: " + client[0].encode("latin-1"))
@@ -216,22 +215,25 @@ async def read_body(receive: Receive) -> bytes | None:
             return b"".join(pieces)
 
 
-async def until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def while_connected(work: Awaitable[None], receive: Receive) -> None:
+    """Awaits `work`, and cancels it when the client leaves."""
+    task, has_left = cast("asyncio.Task[None]", asyncio.current_task()), False
 
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        task.cancel()
 
-async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Runs `work`, and cancels it when the client leaves."""
-    gone, working = asyncio.create_task(until_gone(receive)), asyncio.create_task(work)
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        await work
+    except asyncio.CancelledError:
+        if not has_left or task.uncancel():
+            raise  # it is the task itself that ends
     finally:
-        for task in (gone, working):
-            task.cancel()
-        await asyncio.gather(gone, working, return_exceptions=True)
+        watching.cancel()
 
 
 async def answer(

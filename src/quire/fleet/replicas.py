@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,7 +13,6 @@ from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import EngineStats, QueueStats
 from quire.engine.streams import Stream
 from quire.fleet.places import replica_configs
 from quire.fleet.policies import DEFAULT, find_policy
@@ -177,11 +177,7 @@ class Replica(EngineClient):
             "pid": self.ready.pid if self.ready is not None and self.is_ready else None,
             "node": self._supervisor.node if isinstance(self._supervisor, Supervisor) else None,
             "restarts": self.num_restarts,
-            "requests_routed": self._load.stats.num_routed,
-            "requests_open": self._load.stats.num_open,
-            "pending_tokens": self._load.stats.pending_tokens,
-            "handed_over_tokens": self._load.stats.handed_over,
-            "cached_tokens_known": self._load.shadow.num_tokens,
+            **self._load.described(),
             "sequences_running": self.queue.num_running,
             "requests_waiting": self.queue.num_waiting,
         }
@@ -255,10 +251,6 @@ class ReplicaSet:
             self._restarting.cancel()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
-    def let_end(self) -> None:
-        for replica in self.replicas:
-            replica.let_end()
-
     def roll(self, wanted: Sequence[int] | None = None) -> "asyncio.Task[None]":
         """Restarts replicas one after the other, all of them by default; a call meanwhile returns the same task."""
         if self._restarting is None or self._restarting.done():
@@ -301,10 +293,6 @@ class ReplicaSet:
         return f"{len(self.replicas) - len(down)} of {len(self.replicas)} replicas serve; {down[0].status}"
 
     @property
-    def num_restarts(self) -> int:
-        return sum(replica.num_restarts for replica in self.replicas)
-
-    @property
     def num_failures(self) -> int:
         """The server is in trouble when every replica is."""
         return min(replica.num_failures for replica in self.replicas)
@@ -316,20 +304,6 @@ class ReplicaSet:
     @property
     def has_work(self) -> bool:
         return any(replica.has_work for replica in self.replicas)
-
-    @property
-    def queue(self) -> QueueStats:
-        return QueueStats(
-            sum(replica.queue.num_running for replica in self.replicas),
-            sum(replica.queue.num_waiting for replica in self.replicas),
-        )
-
-    @property
-    def stats(self) -> EngineStats:
-        """With the blocks that all replicas use; everything else is in the metrics of each."""
-        stats = [replica.stats for replica in self.replicas]
-        used = sum(one.pool.num_blocks_used for one in stats)
-        return replace(stats[0], pool=replace(stats[0].pool, num_blocks_used=used))
 
     # ------------------------------------------------------------------ requests
 
@@ -365,15 +339,11 @@ class ReplicaSet:
 
     def check_room(self, num_requests: int = 1, num_sequences: int = 1) -> None:
         """Raises if no replica has room."""
-        fault: QuireError | None = None
-        for number in self._serving():
-            try:
-                self.replicas[number].check_room(num_requests, num_sequences)
-                return
-            except QueueFull as full:
-                fault = full
-        assert fault is not None
-        raise fault
+        *others, last = self._serving()
+        for number in others:
+            with suppress(QueueFull):
+                return self.replicas[number].check_room(num_requests, num_sequences)
+        return self.replicas[last].check_room(num_requests, num_sequences)
 
     def _serving(self) -> list[int]:
         serving = [number for number, replica in enumerate(self.replicas) if replica.takes_requests]
@@ -387,9 +357,6 @@ class ReplicaSet:
         number = self.router.replica_of(request_id)
         if number is not None:
             self.replicas[number].stop(request_id, index)
-
-    def fail_open(self, fault: Exception) -> int:
-        return sum(replica.fail_open(fault) for replica in self.replicas)
 
     # ------------------------------------------------------------------ operators' calls, to every replica that serves
 

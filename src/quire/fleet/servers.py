@@ -42,11 +42,6 @@ class RoutedBody(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
 
-    def prefix(self) -> Prefix:
-        """In the order in which chat templates write the parts. Names of models and adapters are kept apart."""
-        parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
-        return prefix_of(b"".join(map(bytes, parts)), f"{self.model or ''}\0{self.cache_salt or ''}")
-
 
 _decode = msgspec.json.Decoder(RoutedBody).decode
 
@@ -62,11 +57,14 @@ def prompt_only(body: bytes) -> bytes | None:
 
 
 def prefix_of_body(body: bytes) -> Prefix:
-    """By the bytes of the prompt; a body that is no JSON object has none, and its server will say what is wrong."""
+    """By the bytes of the prompt, its parts in the order in which chat templates write them; names of models and
+    adapters are kept apart. A body that is no JSON object has none, and its server will say what is wrong."""
     try:
-        return _decode(body).prefix()
+        asked = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Prefix(len(body) // 4, ())
+    parts = (asked.tools, asked.system, asked.instructions, asked.messages, asked.prompt, asked.input)
+    return prefix_of(b"".join(map(bytes, parts)), f"{asked.model or ''}\0{asked.cache_salt or ''}")
 
 
 class Server:
@@ -170,13 +168,12 @@ class Servers:
         self.router.sent(request_id, prefix, number)
         return request_id
 
-    def counted(self, request_id: str, prefix: Prefix, piece: bytes, handed_over: bool = False) -> None:
-        """Corrects the shadow by the usage in an answer's last bytes, where the server counts cached tokens."""
+    def counted(self, request_id: str, number: int, prefix: Prefix, piece: bytes, handed_over: bool) -> None:
+        """Corrects a server's shadow by the usage in an answer's last bytes, where it counts cached tokens."""
         counts = {name: int(value) for name, value in _COUNTS.findall(piece)}
         prompt, cached = counts.get(b"prompt_tokens", 0), counts.get(b"cached_tokens")
         if prompt and cached is not None:
-            number = self.router.replica_of(request_id)
-            if number is not None and handed_over:
+            if handed_over:
                 known = self.router.known_tokens(request_id) * prompt // max(1, prefix.num_tokens)
                 self.router.loads[number].stats.handed_over += max(0, cached - known)
             self.router.first_token(request_id, cached * prefix.num_tokens // prompt)
@@ -188,11 +185,7 @@ class Servers:
                 "role": server.role,
                 "status": "ready" if server.is_up else server.fault,
                 "failures": server.num_failures,
-                "requests_routed": load.stats.num_routed,
-                "requests_open": load.stats.num_open,
-                "pending_tokens": load.stats.pending_tokens,
-                "handed_over_tokens": load.stats.handed_over,
-                "cached_tokens_known": load.shadow.num_tokens,
+                **load.described(),
             }
             for server, load in zip(self.servers, self.router.loads, strict=True)
         ]

@@ -174,11 +174,7 @@ class ModelsApp:
         target, head = request_target(scope), request_head(scope, names_client=not is_local(scope))
         try:
             async with client.send(scope["method"], target, body or None, head) as response:
-                async for piece in response.pieces():
-                    if not reply.has_begun:
-                        await reply.begin(response)
-                    await reply.send_piece(piece)
-                await reply.end(response)
+                await reply.pass_back(response)
         except ConnectionLost as fault:
             message = f"the server of {model.entry.name} was lost ({fault}): try again"
             if not reply.has_begun:
