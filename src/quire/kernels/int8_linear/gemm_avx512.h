@@ -5,25 +5,45 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// One row times two blocks that follow one another: one stream from memory, which is faster than two.
-inline void gemm_row(const GemmInput& input, int32_t* result) {
+#if defined(__AMX_INT8__)
+constexpr bool kStreams = false;  // not measured there
+#else
+constexpr bool kStreams = true;
+#endif
+
+// Two blocks that follow one another, one after the other: as one stream from memory they come up to twice as fast as side
+// by side. The second-level cache is asked for what comes 16 KiB later.
+template <int kRows>
+inline void gemm_stream(const GemmInput& input, int32_t* result) {
     const int8_t* weights = input.first;
-    for (int half = 0; half < 2; ++half, result += kChannels) {
-        __m512i even = _mm512_loadu_si512(input.start + half * kChannels), odd = _mm512_setzero_si512();
-        for (int64_t group = 0; group < input.num_groups; group += 2, weights += 2 * kChannels * kGroup) {
-            prefetch_stream<false>(weights, 2 * kChannels * kGroup);
-            int32_t bytes[2];
-            std::memcpy(bytes, input.x + group * kGroup, sizeof bytes);
-            even = _mm512_dpbusd_epi32(even, _mm512_set1_epi32(bytes[0]), _mm512_loadu_si512(weights));
-            odd = _mm512_dpbusd_epi32(odd, _mm512_set1_epi32(bytes[1]), _mm512_loadu_si512(weights + 64));
+    for (int half = 0; half < 2; ++half) {
+        __m512i sums[kRows];
+#pragma GCC unroll 12
+        for (int row = 0; row < kRows; ++row) sums[row] = _mm512_loadu_si512(input.start + half * kChannels);
+        for (int64_t group = 0; group < input.num_groups; ++group, weights += kChannels * kGroup) {
+            const __m512i block = _mm512_loadu_si512(weights);
+            __builtin_prefetch(weights + (16 << 10), 0, 2);
+#pragma GCC unroll 12
+            for (int row = 0; row < kRows; ++row) {
+                int32_t bytes;
+                std::memcpy(&bytes, input.x + row * input.x_stride + group * kGroup, sizeof bytes);
+                sums[row] = _mm512_dpbusd_epi32(sums[row], _mm512_set1_epi32(bytes), block);
+            }
         }
-        _mm512_storeu_si512(result, _mm512_add_epi32(even, odd));
+#pragma GCC unroll 12
+        for (int row = 0; row < kRows; ++row) {
+            _mm512_storeu_si512(result + row * kPairChannels + half * kChannels, sums[row]);
+        }
     }
 }
 
 // Loops over rows are unrolled before sums are given registers, also where GCC does not inline this.
 template <int kRows>
 inline void gemm_rows(const GemmInput& input, int32_t* result) {
+    const bool from_memory = kRows == 1 || (kStreams && input.ahead_first != nullptr);  // else earlier rows have read them
+    if (from_memory && input.second == input.first + input.num_groups * kChannels * kGroup) {
+        return gemm_stream<kRows>(input, result);
+    }
     __m512i sums[kRows][2];
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
@@ -32,7 +52,6 @@ inline void gemm_rows(const GemmInput& input, int32_t* result) {
     }
     const int8_t* first = input.first;
     const int8_t* second = input.second;
-    if (kRows == 1 && second == first + input.num_groups * kChannels * kGroup) return gemm_row(input, result);
     for (int64_t group = 0; group < input.num_groups; ++group) {
         const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
         prefetch_stream<(kRows > 8)>(first, kChannels * kGroup);
