@@ -1,4 +1,4 @@
-"""CpuOps: steps on a worker thread, rows in host memory, decode passes replayed from tapes."""
+"""CpuOps: steps on a worker thread, rows in host memory, short passes replayed from tapes."""
 
 import time
 from collections import OrderedDict
@@ -24,7 +24,8 @@ from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prom
 from quire.runner.step_inputs import RowSettings, StepInputs, TokenInputs, step_inputs, token_inputs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
 
-MAX_TAPES = 64  # shapes kept; recording costs little more than an ordinary pass
+MAX_TAPES = 64  # shapes kept of each kind; recording costs little more than an ordinary pass
+MAX_PROMPT_TOKENS = 256  # of a recorded pass with prompts: Python's share of a longer one is small
 T = TypeVar("T")
 
 
@@ -157,37 +158,52 @@ class Assembler:
 class _Recorded:
     tape: Tape
     batch: Batch  # its tensors are what the tape reads
-    logits: Tensor  # [T, vocab], what the tape writes
+    logits: Tensor  # [samples, vocab], what the tape writes
+
+
+_Shape = tuple[int, int, int, bool, int]  # rows, tokens, samples, whether there are trees, adapters' kinds
 
 
 class Tapes:
-    """Passes whose tokens are all sampled, by their shape: recorded once and replayed without Python.
+    """Passes by their shape: recorded once and replayed without Python.
 
-    Such a pass has the same operations whenever it has as many rows and tokens. How the tokens are spread over the
-    rows is read from the batch's tensors, as everything that changes.
+    A pass has the same operations whenever it has as many rows, tokens and samples. How the tokens are spread over the
+    rows is read from the batch's tensors, as everything that changes. Passes whose tokens are all sampled are recorded
+    when they first come. Others, which have prompts, if they are short and their shape comes again: chunks of prompts
+    beside decodes do so, and calling every layer from Python is a fifth of such a pass.
     """
 
     def __init__(self, model: DecoderModel, pool: Pool) -> None:
         self._model = model
         self._pool = pool
         self._arena = Arena()  # one pass runs at a time, so all shapes share their memory
-        self._recorded: OrderedDict[tuple[int, int, bool, int], _Recorded] = OrderedDict()
+        self._decodes = OrderedDict[_Shape, _Recorded | None]()
+        self._prompts = OrderedDict[_Shape, _Recorded | None]()  # None: has come once
 
-    def logits(self, batch: Batch) -> Tensor:
-        """[T, vocab] float32, valid until the next call."""
+    def logits(self, batch: Batch, all_sampled: bool) -> Tensor | None:
+        """[samples, vocab] float32, valid until the next call; None: such a pass is not recorded."""
+        num_rows, num_tokens = len(batch.context_lens), len(batch.token_ids)
         kinds = 0 if batch.lora is None else batch.lora.kinds  # of layers that call the adapters' kernel too
-        shape = len(batch.context_lens), len(batch.token_ids), batch.trees is not None, kinds
-        recorded = self._recorded.get(shape)
+        num_samples = num_tokens if batch.logits_indices is None else len(batch.logits_indices)
+        if not all_sampled and (kinds or num_samples == 0 or num_tokens > MAX_PROMPT_TOKENS):
+            return None
+        shape = num_rows, num_tokens, num_samples, batch.trees is not None, kinds
+        passes = self._decodes if all_sampled else self._prompts
+        is_known = shape in passes
+        recorded = passes.pop(shape, None)
         if recorded is not None:
-            self._recorded.move_to_end(shape)
             recorded.tape.replay()
-            return recorded.logits
+        elif is_known or all_sampled:
+            recorded = self._record(batch)
+        passes[shape] = recorded
+        if len(passes) > MAX_TAPES:
+            passes.popitem(last=False)
+        return recorded.logits if recorded is not None else None
+
+    def _record(self, batch: Batch) -> _Recorded:
         with Tape(self._arena) as tape:
             logits = self._arena.borrowed(self._model.logits(self._model(batch, self._pool), batch.lora))
-        self._recorded[shape] = _Recorded(tape, batch, logits)
-        if len(self._recorded) > MAX_TAPES:
-            self._recorded.popitem(last=False)
-        return logits
+        return _Recorded(tape, batch, logits)
 
 
 class CpuOps:
@@ -236,8 +252,10 @@ class CpuOps:
         tokens = token_inputs(inputs)
         all_sampled = tokens.are_all_sampled
         batch = self._assembler.assemble(tokens, all_sampled)
-        if all_sampled and self._tapes is not None and self._may_record(batch):
-            return ForwardPass(inputs, tokens.sample_positions, self._tapes.logits(batch))
+        if self._tapes is not None and not inputs.scored and self._may_record(batch):
+            logits = self._tapes.logits(batch, all_sampled)
+            if logits is not None:
+                return ForwardPass(inputs, tokens.sample_positions, logits)
         return self._scored(tokens, self._model(batch, self._pool))
 
     def _scored(self, tokens: TokenInputs, hidden: Tensor) -> ForwardPass:
