@@ -76,7 +76,8 @@ def test_a_chunk_of_a_prompt_beside_a_decode_is_recorded_when_its_shape_comes_ag
         for name in ("token_ids", "positions", "slots", "context_lens", "query_starts", "logits_indices"):
             getattr(recorded, name).copy_(getattr(batch, name))
         logits = tapes.logits(recorded, all_sampled=False)
-        assert logits is not None and torch.equal(logits, expected)
+        assert logits is not None
+        assert torch.equal(logits, expected)
 
 
 @only_native
