@@ -8,7 +8,7 @@ import transformers
 
 from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, floats
-from quire.weights.gguf import GgufSource, llama3_divisors
+from quire.weights.gguf import GgufSource, hugging_face_name, llama3_divisors
 from quire.weights.gguf_file import TENSOR_TYPES, GgufFile
 from tests.weights.gguf_writing import LLAMA_KEYS, bare_llama, gguf_name, permuted, write
 
@@ -250,6 +250,8 @@ def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
         GgufSource(bare_llama(tmp_path / "c.gguf", extra={"split.count": 3}))
     with pytest.raises(ModelError, match=r"'blk\.0\.attn_sinks\.weight' is not one that a llama model has"):
         GgufSource(bare_llama(tmp_path / "d.gguf", tensors={"blk.0.attn_sinks.weight": torch.ones(4)}))
+    with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate\.weight' is not one that a gpt2 model has"):
+        hugging_face_name("gpt2", "blk.0.ffn_gate.weight", {})
     with pytest.raises(ModelError, match="rope scaling 'longrope' is not known here"):
         GgufSource(bare_llama(tmp_path / "e.gguf", keys={"rope.scaling.type": "longrope"}))
 

@@ -339,7 +339,9 @@ def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -
     stem, _, suffix = name.rpartition(".")
     if config.get("model_type") == "distilbert":
         architecture = "distilbert"
-    top, block = TOPS.get(architecture, LLAMA_TOP), {**LLAMA_BLOCK, **block_names(architecture, config)}
+    top, block = TOPS.get(architecture, LLAMA_TOP), block_names(architecture, config)
+    if architecture != "gpt2":  # which has none of Llama's names
+        block = {**LLAMA_BLOCK, **block}
     half, _, rest = stem.partition("blk.")  # T5 has "enc." and "dec." in front
     prefix = PREFIXES.get(half or architecture, "model.layers")
     if stem.split(".")[-1] in DERIVED:
