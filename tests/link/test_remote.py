@@ -24,7 +24,8 @@ from quire.observe.host import python_command
 KEYS = zmq.curve_keypair()
 STUB = """import os, sys, time
 from multiprocessing.connection import Connection
-Connection(int(sys.argv[2]), readable=False)."""
+reports = Connection(int(sys.argv[2]), readable=False)  # open as long as the rank runs
+reports."""
 
 
 @contextlib.asynccontextmanager
