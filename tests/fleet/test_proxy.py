@@ -161,7 +161,7 @@ def test_a_stream_is_passed_through_piece_by_piece_with_its_headers():
 
 def test_what_is_written_in_one_turn_of_the_loop_is_sent_as_one_piece():
     async def run() -> None:
-        inner = Mock()
+        inner = Mock(**{"is_closing.return_value": False})
         transport = OnePiece(inner, asyncio.get_running_loop())
         transport.write(b"head ")
         transport.write(b"first")
@@ -169,8 +169,13 @@ def test_what_is_written_in_one_turn_of_the_loop_is_sent_as_one_piece():
         transport.write(b"last")
         transport.close()
         await asyncio.sleep(0)
-        assert inner.mock_calls == [call.write(b"head first"), call.write(b"last"), call.close()]
+        called = [made for made in inner.mock_calls if made != call.is_closing()]
+        assert called == [call.write(b"head first"), call.write(b"last"), call.close()]
         assert transport.get_extra_info is inner.get_extra_info
+        transport.write(b"more")
+        inner.is_closing.return_value = True  # the client has reset the connection
+        await asyncio.sleep(0)
+        assert inner.write.call_count == 2
 
     asyncio.run(run())
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import random
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 
 import pytest
+import uvloop
 
 from quire.core.errors import ConfigError
 from quire.link.http_client import ConnectionLost, HttpClient
@@ -102,6 +105,28 @@ def test_an_idle_connection_that_the_server_closed_costs_nothing():
             return client.num_opened
 
     assert asyncio.run(run()) == 2
+
+
+def test_an_idle_connection_that_was_reset_costs_nothing_on_uvloop_either():
+    async def answer(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(CHUNKED + in_chunks(EVENTS, 20))
+        linger = struct.pack("ii", 1, 0)  # what is closed is reset
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        asyncio.get_running_loop().call_later(0.05, writer.transport.abort)
+
+    async def run() -> int:
+        server, url = await serving(answer)
+        async with server:
+            client = HttpClient(url)
+            await events_of(client)
+            while not client._idle[0][1].is_closing():  # noqa: SLF001
+                await asyncio.sleep(0.01)
+            assert len(await events_of(client)) == 3
+            await client.close()
+            return client.num_opened
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(run()) == 2
 
 
 @pytest.mark.parametrize(

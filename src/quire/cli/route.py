@@ -93,9 +93,10 @@ class OnePiece:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._written:
-            self._transport.write(b"".join(self._written))
-            self._written.clear()
+        data = b"".join(self._written)
+        self._written.clear()
+        if data and not self._transport.is_closing():  # the client may be gone since `write`
+            self._transport.write(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

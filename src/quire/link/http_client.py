@@ -6,6 +6,7 @@ redirects, no cookies, no compression, no proxies.
 """
 
 import asyncio
+import errno
 import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -149,6 +150,8 @@ async def _exchange(
     request: bytes, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 ) -> Response:
     reader, writer = connection
+    if writer.is_closing():  # uvloop raises RuntimeError for a write after a reset, asyncio raises later
+        raise ConnectionResetError(errno.ECONNRESET, "the connection was reset")
     writer.write(request)
     await writer.drain()
     first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
