@@ -135,9 +135,7 @@ def test_ranks_over_tcp_give_the_bits_of_one_and_a_lost_one_is_named(shape, monk
     with LLM(**settings) as one, LLM(**settings, **parallel, distributed_executor_backend="ray") as llm:
         found = [_facts(each.generate(["One, two,", "A"], few, use_tqdm=False)) for each in (one, llm)]
         assert found[0] == found[1]
-        with pytest.raises(
-            ConfigError, match="in use in this process, by another engine perhaps: close that"
-        ):
+        with pytest.raises(ConfigError, match="in use in this process, by an engine perhaps: close it"):
             LLM(**settings, **parallel, distributed_executor_backend="ray")
         llm.engine._runner._peers._processes[0].kill()
         with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):

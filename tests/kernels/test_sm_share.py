@@ -153,6 +153,11 @@ def test_under_mps_the_percentage_is_set_before_cuda_starts(gpu, monkeypatch, tm
     _on_its_gpu(half)
     assert MPS_PERCENTAGE not in os.environ  # no daemon
     (tmp_path / "control").touch()
+    pid = tmp_path / "nvidia-cuda-mps-control.pid"
+    pid.write_text("4194304999\n")
+    _on_its_gpu(half)
+    assert MPS_PERCENTAGE not in os.environ, "it was killed and left its pipe"
+    pid.write_text(f"{os.getpid()}\n")
     with pytest.raises(ConfigError, match=f"not set: start the program with {MPS_PERCENTAGE}=50"):
         sm_share.enter(0.5, GPU)
     _on_its_gpu(half)

@@ -119,7 +119,7 @@ def test_an_idle_connection_that_was_reset_costs_nothing_on_uvloop_either():
         async with server:
             client = HttpClient(url)
             await events_of(client)
-            while not client._idle[0][1].is_closing():  # noqa: SLF001
+            while not client._idle[0][1].is_closing():
                 await asyncio.sleep(0.01)
             assert len(await events_of(client)) == 3
             await client.close()

@@ -18,6 +18,8 @@ from quire.core.errors import EngineDead
 from quire.link.remote import RemoteChannel
 from quire.parallel.ranks import Reporter, read_frames
 
+PIECE = 1 << 20  # bytes of a frame in one part of a message
+
 CLUSTER = "quire.fleet.ray_cluster"  # a ConfigError where Ray is not installed: `main` reports it
 
 
@@ -46,7 +48,11 @@ async def run(rank: int, frames: Iterator[bytes], reports: Connection) -> None:
 
 async def _send(channel: RemoteChannel, frames: Iterator[bytes]) -> None:
     while (data := await asyncio.to_thread(next, frames, None)) is not None:
-        await channel.socket.send(data)  # the first waits for the rank's connection, which may never come
+        # Each part that arrives is a sign of life: a large adapter may take longer than the heartbeat waits.
+        parts = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
+        await channel.socket.send_multipart(
+            parts
+        )  # the first waits for the rank's connection, which may never come
 
 
 async def _receive(channel: RemoteChannel, reports: Connection) -> None:

@@ -163,7 +163,7 @@ class RemoteWorkerChannel(WorkerChannel):
                         self._socket.send(source.recv_bytes())
                         continue
                     with suppress(BrokenPipeError):  # it has ended: `source` may still say why
-                        target.send_bytes(self._socket.recv())
+                        target.send_bytes(b"".join(self._socket.recv_multipart()))
 
     def close(self) -> None:
         self._socket.disable_monitor()

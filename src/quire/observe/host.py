@@ -5,6 +5,7 @@ import glob
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from uuid import UUID, getnode
 
@@ -67,9 +68,14 @@ def see_one_gpu(index: int) -> None:
 
 
 def mps_percentage(share: float) -> str | None:
-    """A share of the SMs as MPS_PERCENTAGE has it; None for all of them, and where CUDA finds no MPS daemon's pipe."""
-    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
-    return f"{100 * share:g}" if share < 1.0 and pipe.exists() else None
+    """A share of the SMs as MPS_PERCENTAGE has it; None for all of them, and where no MPS daemon runs."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    if share == 1.0 or not (folder / "control").exists():
+        return None
+    with suppress(OSError, ValueError):  # a daemon that was killed leaves its pipe
+        if process_birth(int((folder / "nvidia-cuda-mps-control.pid").read_text())) is None:
+            return None
+    return f"{100 * share:g}"
 
 
 def process_birth(pid: int) -> str | None:

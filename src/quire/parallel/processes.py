@@ -106,6 +106,7 @@ class TorchGroup(Group):
         self._waits, self._on_gpus = False, "nccl" in backend
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
+        self._world = dist.group.WORLD
 
     def divided(self, parts: Sequence[Sequence[int]]) -> Group:
         """This rank's part. Every rank gives the same parts."""
@@ -167,7 +168,9 @@ class TorchGroup(Group):
             os._exit(1)
 
     def close(self) -> None:
-        if dist.is_initialized() and not self._on_gpus:  # NCCL waits for peers, which have ended
+        if self._on_gpus or not dist.is_initialized():  # NCCL waits for peers, which have ended
+            return
+        if dist.group.WORLD is self._world:  # else it is that of a later engine
             dist.destroy_process_group()
 
 

@@ -54,7 +54,7 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
             peers.check()  # a rank that failed is the reason
         finally:
             peers.close()
-            if parallel.distributed_executor_backend == "ray" and dist.is_initialized():
+            if dist.is_initialized() and dist.get_backend() != "nccl":  # which would wait for the peers
                 dist.destroy_process_group()
         raise
     finally:
@@ -169,7 +169,7 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
     elif config.parallel.distributed_executor_backend == "ray" and on_gpu:
         why = "ranks on several machines run on a CPU only so far: leave out distributed_executor_backend"
     elif (config.parallel.distributed_executor_backend == "ray" or on_gpu) and dist.is_initialized():
-        why = "torch.distributed is in use in this process, by another engine perhaps: close that first"
+        why = "torch.distributed is in use in this process, by an engine perhaps: close it (with NCCL, end the process)"
     elif config.adapters.enabled and on_gpu:
         why = "adapters of several ranks run on a CPU only so far: leave out enable_lora, lora_modules and lora_dir"
     elif stages > 1 and drafts is not None and drafts.tree_width > 1:
