@@ -168,9 +168,8 @@ class TorchGroup(Group):
             os._exit(1)
 
     def close(self) -> None:
-        if self._on_gpus or not dist.is_initialized():  # NCCL waits for peers, which have ended
-            return
-        if dist.group.WORLD is self._world:  # else it is that of a later engine
+        # NCCL waits for peers, which have ended; another world is that of a later engine
+        if dist.is_initialized() and not self._on_gpus and dist.group.WORLD is self._world:
             dist.destroy_process_group()
 
 
