@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from quire.cli.main import main
-from quire.cli.route import OnePiece
+from quire.cli.route import CoalescingTransport
 from quire.core.errors import ConfigError
 from quire.fleet.proxy import MAX_BODY_BYTES, RouterApp
 from quire.fleet.servers import Servers, prefix_of_body
@@ -162,7 +162,7 @@ def test_a_stream_is_passed_through_piece_by_piece_with_its_headers():
 def test_what_is_written_in_one_turn_of_the_loop_is_sent_as_one_piece():
     async def run() -> None:
         inner = Mock(**{"is_closing.return_value": False})
-        transport = OnePiece(inner, asyncio.get_running_loop())
+        transport = CoalescingTransport(inner, asyncio.get_running_loop())
         transport.write(b"head ")
         transport.write(b"first")
         await asyncio.sleep(0)

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class OnePiece:
+class CoalescingTransport:
     """A transport that sends what is written in one turn of the event loop as one piece: a head with the first bytes
     of its body, the last event with the end. Each piece is a system call, and wakes the client."""
 
@@ -104,7 +104,7 @@ class OnePiece:
 
 class RouterProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(OnePiece(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]
 
 
 async def _serve(servers: Servers, server: uvicorn.Server, listener: socket.socket) -> None:
