@@ -130,8 +130,8 @@ def _map(num_bytes: int) -> mmap.mmap:
 def keep_freed() -> None:
     """Freed blocks of any size stay in the process for the next ones, as activations of a step for the next step's.
 
-    glibc returns large blocks at once, and each step would fault their pages in again: a fifth of a prefill,
-    half of a training step's. Blocks that are in use are not affected. Does nothing without glibc.
+    glibc returns large blocks at once, and each prefill or training step would fault their pages in again. Blocks that
+    are in use are not affected. Does nothing without glibc.
     """
     with suppress(AttributeError, OSError, TypeError):
         libc = ctypes.CDLL(None)

@@ -170,7 +170,7 @@ class Tapes:
     A pass has the same operations whenever it has as many rows, tokens and samples. How the tokens are spread over the
     rows is read from the batch's tensors, as everything that changes. Passes whose tokens are all sampled are recorded
     when they first come. Others, which have prompts, if they are short and their shape comes again: chunks of prompts
-    beside decodes do so, and calling every layer from Python is a fifth of such a pass.
+    beside decodes do so, and while Python calls every layer the pool's threads wait.
     """
 
     def __init__(self, model: DecoderModel, pool: Pool) -> None:

@@ -11,8 +11,8 @@ constexpr bool kStreams = false;  // not measured there
 constexpr bool kStreams = true;
 #endif
 
-// Two blocks that follow one another, one after the other: as one stream from memory they come up to twice as fast as side
-// by side. The second-level cache is asked for what comes 16 KiB later.
+// Two blocks that follow one another, one after the other: one stream comes faster from memory than two that are side by
+// side. The second-level cache is asked for what comes 16 KiB later.
 template <int kRows>
 inline void gemm_stream(const GemmInput& input, int32_t* result) {
     const int8_t* weights = input.first;
