@@ -42,9 +42,8 @@ UNITS = {"_bytes": "bytes", "_seconds": "s", "_perc": "percentunit", "_rate": "p
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
-    queries: tuple[
-        str, ...
-    ]  # metrics without prefix, or "legend = formula" of rate(metric) and increase(metric)
+    # metrics without prefix, or "legend = formula" of rate(metric) and increase(metric)
+    queries: tuple[str, ...]
     by: str = ""  # the label that separates the lines
     where: str = ""  # further label matchers
     unit: str = ""  # Grafana's; "" takes it from the name of the first metric

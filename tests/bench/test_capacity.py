@@ -116,9 +116,8 @@ def test_an_8b_model_on_an_h200_has_the_known_floor(tmp_path):
     device = device_of(find_gpu("h200"))
     planned = plan_capacity(EngineConfig.of(model=folder), open_source(folder, load_format="dummy"), device)
     assert planned.weights.num_parameters == 8_030_261_248
-    assert planned.weights.read_bytes == pytest.approx(
-        15.0e9, rel=0.01
-    )  # the input embedding is only gathered
+    # the input embedding is only gathered
+    assert planned.weights.read_bytes == pytest.approx(15.0e9, rel=0.01)
     assert planned.kv_bytes_per_token == 131072
     floor = floor_of(planned, device, context=1, num_sequences=1)
     assert floor.step_seconds == pytest.approx(3.52e-3, rel=0.01)

@@ -208,9 +208,8 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(terminal):
     terminal.process.send_signal(signal.SIGINT)
     assert "stopped" in terminal.wait_for(r"stopped \(\d+ of \d+ prompt tokens cached\)")
     terminal.wait_for(r"> ")
-    for _ in range(
-        10
-    ):  # Python's readline misses one between its prompt and its wait; no person is that quick
+    # Python's readline misses one between its prompt and its wait; no person is that quick
+    for _ in range(10):
         terminal.process.send_signal(signal.SIGINT)  # at the prompt: a hint, not the end
         if terminal.sees(r"ctrl-D or /exit leaves", seconds=3.0):
             break

@@ -116,9 +116,8 @@ def test_a_known_name_means_what_it_meant_until_another_is_read(llm, held):
     replaced = engine.adapters.load("name", "held")
     after = engine.adapters.load("name", "two")  # asked for last, and read last
     _until_read(held, engine)
-    engine.add(
-        Request("beside", PROMPT, GREEDY, adapter="name")
-    )  # is not done before the name means something else
+    # is not done before the name means something else
+    engine.add(Request("beside", PROMPT, GREEDY, adapter="name"))
     assert engine.adapters.library.name_of(engine.adapters._keys["beside"]) == "name"
     held.let_go()
     found: list[int] = []

@@ -290,9 +290,8 @@ def test_a_prefill_chunk_leaves_the_tokens_that_drafts_need():
         shelf=False,
         width=1,
     )
-    machine.crowd(
-        2, 6, n=2
-    )  # a preempted group returns: its leader prefills while its follower verifies a draft
+    # a preempted group returns: its leader prefills while its follower verifies a draft
+    machine.crowd(2, 6, n=2)
     machine.drain()
     machine.whole()
     assert machine.runner.largest_step == machine.max_batch

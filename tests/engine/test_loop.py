@@ -138,9 +138,8 @@ def test_an_idle_loop_checks_the_pool_once_and_publishes_nothing():
     engine, transport = Engine(), Transport(add("a"), *[None] * 8)
     EngineLoop(engine, transport).run()
     assert engine.num_checks == 1
-    assert (
-        len([report for report in transport.reports if not report.updates]) <= 2
-    )  # before and after the request
+    # before and after the request
+    assert len([report for report in transport.reports if not report.updates]) <= 2
 
 
 def test_an_idle_loop_ends_when_a_rank_is_gone():

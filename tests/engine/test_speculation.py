@@ -162,9 +162,8 @@ def test_branches_that_are_not_the_first_are_followed(
     assert _answers(engine) == expected
     stats = engine.draft_stats
     if settings.keys() <= {"block_size", "steps_in_flight"}:  # else there is seldom room for several branches
-        assert (
-            stats.num_accepted_tokens > 0.5 * stats.num_drafts
-        )  # a chain would keep less than 0.43 of a token
+        # a chain would keep less than 0.43 of a token
+        assert stats.num_accepted_tokens > 0.5 * stats.num_drafts
 
 
 @pytest.mark.parametrize("runner", [Runner, DeviceRunner])

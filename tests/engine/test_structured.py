@@ -206,9 +206,8 @@ def test_others_run_while_a_grammar_compiles_and_an_abort_frees_its_place(in_fli
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_a_grammar_that_passes_its_bounds_fails_its_request_alone(compiler, in_flight):
     engine = make_engine(compiler, in_flight)
-    heavy = StructuredOutput.regex(
-        "(a?){3000}a{3000}"
-    )  # compiles, but costs too much from its first token on
+    # compiles, but costs too much from its first token on
+    heavy = StructuredOutput.regex("(a?){3000}a{3000}")
     compiler.submit(heavy).result(30)
     engine.add(Request("heavy", [5], SamplingParams(max_tokens=30, structured=heavy)))
     engine.add(Request("light", [5, 6], SamplingParams(max_tokens=30, structured=FORMS[1])))

@@ -149,9 +149,8 @@ def test_a_node_is_removed_under_load_and_its_replica_returns_on_another(cluster
     finally:
         server.process.kill()
         server.process.wait()
-    wait_until(
-        lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10
-    )  # they end with the server
+    # they end with the server
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10)
 
 
 @pytest.mark.slow

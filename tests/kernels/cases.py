@@ -24,9 +24,8 @@ class PagedCase:
     context_lens: Tensor  # [R]
     block_tables: Tensor  # [R, max_blocks]
     scale: float
-    scales: dict[
-        str, Tensor
-    ]  # k_scales and v_scales [num_blocks, Hkv, block_size] of pages in int8, or empty
+    # k_scales and v_scales [num_blocks, Hkv, block_size] of pages in int8, or empty
+    scales: dict[str, Tensor]
 
     def arguments(self, window: int = 0) -> tuple[object, ...]:
         return (

@@ -83,9 +83,8 @@ def test_a_file_of_steps_is_fitted_as_well_as_what_was_measured(tmp_path):
     built = build(EngineConfig.of(model="opt-125m", device="simulated:h200", enable_prefix_caching=False))
     cells = [StepCell(n, context, 4) for n in (1, 8, 32) for context in (16, 300)] + [StepCell(4, 100_000)]
     measured = measure_grid(Bench(built), cells)
-    assert (
-        len({one.what for one in measured}) >= 10
-    )  # prompts and decodes of all but the cell that does not fit
+    # prompts and decodes of all but the cell that does not fit
+    assert len({one.what for one in measured}) >= 10
     runs = [{"model": "opt-125m", "steps": [one.as_dict() for one in measured]}]
     path = tmp_path / "steps.json"
     path.write_text(json.dumps({"machine": "a dream", "date": "2026-01-01", "runs": runs}))

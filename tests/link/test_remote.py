@@ -203,9 +203,8 @@ def test_random_bytes_with_and_without_a_key_end_nothing(caplog) -> None:
                 for connection in range(100):
                     with socket.create_connection(("127.0.0.1", port)) as raw, contextlib.suppress(OSError):
                         if connection % 2:
-                            raw.sendall(
-                                b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
-                            )  # ZMTP's greeting
+                            # ZMTP's greeting
+                            raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48))
                         for _ in range(100):
                             raw.sendall(drawn.randbytes(drawn.randrange(1, 100)))
                     await asyncio.sleep(0)

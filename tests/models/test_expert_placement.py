@@ -82,9 +82,8 @@ def test_mapped_experts_give_the_same_numbers_and_only_the_most_used_stay(
         for _ in range(2):  # again, when other experts are resident
             assert torch.equal(logits_of(found.model), right)
         assert [len(kept) for kept in resident(found)] == [num_resident] * num_layers
-        pages = (
-            8 * num_layers * (num_resident + 1) * mmap.PAGESIZE
-        )  # whole pages, and the kernel maps some around
+        # whole pages, and the kernel maps some around
+        pages = 8 * num_layers * (num_resident + 1) * mmap.PAGESIZE
         assert mapped_bytes(tmp_path / "layers") <= num_layers * num_resident * expert + pages + 16 * 65536
         del found
 

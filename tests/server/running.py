@@ -31,9 +31,8 @@ class RunningServer:
         self._start("serve", "--admin-key", ADMIN_KEY, "--log-requests", *SMALL, *flags, **environment)
 
     def _start(self, command: str, *flags: str, **environment: str) -> None:
-        python = os.environ.get(
-            "QUIRE_PYTHON", sys.executable
-        )  # tests of clients may run in another environment
+        # tests of clients may run in another environment
+        python = os.environ.get("QUIRE_PYTHON", sys.executable)
         self.process = subprocess.Popen(
             [python, "-m", "quire", command, "--port", "0", *flags],
             stderr=subprocess.PIPE,

@@ -68,9 +68,8 @@ def test_completions_and_chat_give_the_text_of_transformers(t5: RunningServer, e
 def test_streams_samples_and_beams(t5: RunningServer, expected: str) -> None:
     lines = ask(t5, prompt=PROMPT, stream=True).text.split("\n\n")
     *pieces, last = (json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2])
-    assert (
-        "".join(piece["text"] for piece in pieces) == expected
-    )  # a busy server joins tokens of several steps
+    # a busy server joins tokens of several steps
+    assert "".join(piece["text"] for piece in pieces) == expected
     assert (last["finish_reason"], lines[-2:]) == ("length", ["data: [DONE]", ""])
     answer = ask(t5, prompt=PROMPT, n=4, temperature=1.0, seed=3).json()
     assert len({choice["text"] for choice in answer["choices"]}) > 1

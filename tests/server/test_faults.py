@@ -178,9 +178,8 @@ def _breaks_in_mid_stream(server: RunningServer) -> None:
     }
     response = server.post("/v1/completions", json=body)
     events = response.text.strip().split("\n\n")
-    if (
-        len(events) == 1
-    ):  # the fault was there before the first token was sent: a plain answer, with its status
+    # the fault was there before the first token was sent: a plain answer, with its status
+    if len(events) == 1:
         assert response.status_code == 500
         assert "logits that are not finite at position 3" in events[0]
         return

@@ -77,9 +77,8 @@ def test_a_prompt_is_computed_here_and_decoded_there_and_faults_change_no_token(
     _either_side_may_be_killed_at_any_moment(server, pair, kills)
     wait_whole(pair)
     pair.wait_idle()
-    wait_until(
-        lambda: not list(tmp_path.glob("*/.writing-*"))
-    )  # a new process removes what a killed one left
+    # a new process removes what a killed one left
+    wait_until(lambda: not list(tmp_path.glob("*/.writing-*")))
 
 
 def _prompts_are_handed_over(server: RunningServer, pair: RunningServer) -> None:

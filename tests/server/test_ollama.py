@@ -66,9 +66,8 @@ def test_tools_and_their_answers_go_back_and_forth(client: ollama.Client) -> Non
 def test_vectors_models_and_what_they_can_do(client: ollama.Client) -> None:
     vectors = client.embed(ENCODER, ["a", "b"]).embeddings
     assert [len(vector) for vector in vectors] == [384, 384]
-    assert (
-        len(client.embed(ENCODER, "word " * 2000, dimensions=64).embeddings[0]) == 64
-    )  # cut, as Ollama does
+    # cut, as Ollama does
+    assert len(client.embed(ENCODER, "word " * 2000, dimensions=64).embeddings[0]) == 64
     assert len(client.embeddings(ENCODER, "a").embedding) == 384
     assert {model.model for model in client.list().models} >= {MODEL, ENCODER}
     assert MODEL in {model.model for model in client.ps().models}

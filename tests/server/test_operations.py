@@ -237,9 +237,8 @@ def test_an_endless_template_costs_its_own_request_only(operated: Operated):
     endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = 1 %}{% endfor %}{% endfor %}"
     body = {"messages": HI, "max_tokens": 1}
     with operated.client("templates") as client, ThreadPoolExecutor(1) as pool:
-        for _ in range(
-            3
-        ):  # one that had to wait would find it ended each time; a busy machine does now and then
+        # one that had to wait would find it ended each time; a busy machine does now and then
+        for _ in range(3):
             hanging = pool.submit(
                 client.post, "/v1/chat/completions", json={**body, "chat_template": endless}
             )

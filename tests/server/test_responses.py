@@ -70,9 +70,8 @@ def test_a_conversation_goes_on_from_a_kept_response(client: openai.OpenAI):
     ]
     chat = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=20)
     assert second.output_text == chat.choices[0].message.content
-    assert (
-        second.usage.input_tokens == chat.usage.prompt_tokens
-    )  # the first one's instructions are not carried over
+    # the first one's instructions are not carried over
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)

@@ -58,9 +58,8 @@ def test_a_row_file_keeps_what_is_finished_and_drops_what_is_torn(tmp_path: Path
     for name, status in (("a", 200), ("b", 400), ("c", 500), ("d", 429)):
         one = asked[name]
         assert isinstance(one, BatchLine)
-        rows.write(
-            answer_row(one, status, "req", {"text": "\ud800"})
-        )  # half a character, as models write them
+        # half a character, as models write them
+        rows.write(answer_row(one, status, "req", {"text": "\ud800"}))
     rows.close()
     with path.open("a") as file:
         file.write('{"custom_id": "e", "respo')  # the program was killed

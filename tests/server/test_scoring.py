@@ -94,9 +94,8 @@ def test_pairs_get_the_scores_of_transformers(serving: RunningServer, right: lis
     many = answer(serving, SCORE, model="reranker", text_1=QUERY, text_2=TEXTS)
     assert [item["score"] for item in many["data"]] == pytest.approx(right, rel=1e-4)
     assert [(item["index"], item["object"]) for item in many["data"]] == [(i, "score") for i in range(3)]
-    pairs = answer(
-        serving, "/score", text_1=[QUERY, QUERY], text_2=TEXTS[:2]
-    )  # the reranker is the first that can
+    # the reranker is the first that can
+    pairs = answer(serving, "/score", text_1=[QUERY, QUERY], text_2=TEXTS[:2])
     assert pairs["model"] == "reranker"
     assert [item["score"] for item in pairs["data"]] == pytest.approx(right[:2], rel=1e-4)
     lone = answer(serving, SCORE, text_1=QUERY, text_2=TEXTS[1])

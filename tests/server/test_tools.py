@@ -179,9 +179,8 @@ def test_a_named_call_is_made_whole_and_streamed_alike(client: openai.OpenAI):
     (call,) = choice.message.tool_calls
     assert checked(call.function.name, call.function.arguments)["city"] == "Paris"
     num_pieces: list[int] = []
-    while (
-        not num_pieces or max(num_pieces) <= 5
-    ):  # as they are written; a server that is held up sends some together
+    # as they are written; a server that is held up sends some together
+    while not num_pieces or max(num_pieces) <= 5:
         assert len(num_pieces) < 5, num_pieces
         chunks = list(client.chat.completions.create(**ASK, tool_choice=NAMED, stream=True))
         assert put_together(iter(chunks)) == ("", [("get_weather", call.function.arguments)], "tool_calls")

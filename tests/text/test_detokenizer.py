@@ -174,9 +174,8 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(
             best = min(best, time.thread_time() - start)
         return best
 
-    assert seconds(16_000) < 8 * 16 * seconds(
-        1000
-    )  # sixteen times as many; a quadratic cost would be 256-fold
+    # sixteen times as many; a quadratic cost would be 256-fold
+    assert seconds(16_000) < 8 * 16 * seconds(1000)
 
 
 def test_special_tokens_that_must_be_seen_stay_where_they_are(tokenizer: Tokenizer) -> None:

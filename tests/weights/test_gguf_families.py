@@ -143,9 +143,8 @@ def keys_of(arch: gguf.MODEL_ARCH, config: Any) -> dict[str, Any]:
         keys |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
     if arch is ARCH.GPTNEOX:
         keys["use_parallel_residual"] = config.use_parallel_residual
-    if (
-        full.get("rope_type") == "yarn" and arch is ARCH.OLMO2
-    ):  # older conversions wrote less, by another name
+    # older conversions wrote less, by another name
+    if full.get("rope_type") == "yarn" and arch is ARCH.OLMO2:
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": full["factor"]}
         keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
         newer = "beta_fast" in full

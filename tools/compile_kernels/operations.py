@@ -128,9 +128,8 @@ def _trees(recorder: Recorder) -> None:
 def _away(recorder: Recorder) -> None:
     recorder.case = "experts in host memory"
     kernel: Any = registry.load("moe", "triton")
-    stacks = [
-        (_halves(count, 1536, 2048), _halves(count, 2048, 768)) for count in (96, 32)
-    ]  # of Qwen3-30B-A3B
+    # of Qwen3-30B-A3B
+    stacks = [(_halves(count, 1536, 2048), _halves(count, 2048, 768)) for count in (96, 32)]
     for tokens in (1, 64, 512, 4096):
         x, weights = _halves(tokens, 2048), torch.empty(tokens, 8, device=META)
         routing = Routing(ints(tokens, 8), weights, None)

@@ -185,9 +185,8 @@ def cpu_read_rate() -> float:
         return rate
     native.set_num_threads(native.default_num_threads())
     num_rows = PROBE_BYTES // PROBE_COLUMNS
-    packed = kernel.empty_packed(num_rows, PROBE_COLUMNS).fill_(
-        1
-    )  # pages that were never written are not read
+    # pages that were never written are not read
+    packed = kernel.empty_packed(num_rows, PROBE_COLUMNS).fill_(1)
     scales, sums = torch.ones(num_rows), torch.full((num_rows,), PROBE_COLUMNS, dtype=torch.int32)
     row, out = torch.ones(1, PROBE_COLUMNS), torch.empty(1, num_rows)
     return max(rate, PROBE_BYTES / best_seconds(lambda: kernel.linear(row, packed, scales, sums, out=out)))

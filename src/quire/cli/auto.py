@@ -64,9 +64,8 @@ def _fitting(engine: dict[str, Any], source: Source, device: Device) -> tuple[Ca
         if given:
             raise
         too_large = str(error)
-    if (
-        source.encodings
-    ):  # quantized already: other numbers would lose more, and need the whole in memory first
+    # quantized already: other numbers would lose more, and need the whole in memory first
+    if source.encodings:
         raise ConfigError(f"--auto: {too_large}: choose a smaller model or file")
     plan = plan_capacity(EngineConfig.of(**{**engine, "quantization": SMALLER}), source, device)
     return plan, ["quantization", SMALLER, too_large]

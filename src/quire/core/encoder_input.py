@@ -14,9 +14,8 @@ class EncoderInput:
     So one table, one layout and one reference count serve both, and nothing is written into the first kind twice.
     """
 
-    decoder_start: tuple[
-        int, ...
-    ]  # decoder_start_token_id, and a first token that generation_config.json forces
+    # decoder_start_token_id, and a first token that generation_config.json forces
+    decoder_start: tuple[int, ...]
     pad_token_id: int  # fills the last block of the prompt; the encoder does not see it
     max_tokens: int  # of the encoder's input
     max_outputs: int  # positions of the decoder

@@ -33,9 +33,8 @@ class Request:
     # The next four are set in the accepted copy: engine.validation.RequestValidator.accept.
     seed: int = 0
     max_len: int = 0  # prompt and output together end here
-    stop_token_ids: frozenset[int] = (
-        frozenset()
-    )  # the model's end tokens (unless ignored) and the request's own
+    # the model's end tokens (unless ignored) and the request's own
+    stop_token_ids: frozenset[int] = frozenset()
     arrival: float = 0.0  # seconds, monotonic clock
     priority: int = 0  # lower runs first with schedule="priority"
     tenant: str = ""  # the account that schedule="fair" charges

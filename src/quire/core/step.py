@@ -92,9 +92,8 @@ class Step:
     table_rows: Ints = field(default_factory=ints)  # [D] int32, table delta: block_tables[row, index] = block
     table_indices: Ints = field(default_factory=ints)  # [D] int32
     table_blocks: Ints = field(default_factory=ints)  # [D] int32
-    copy_sources: Ints = field(
-        default_factory=ints
-    )  # [C] int32, blocks copied before the pass (copy-on-write)
+    # [C] int32, blocks copied before the pass (copy-on-write)
+    copy_sources: Ints = field(default_factory=ints)
     copy_targets: Ints = field(default_factory=ints)  # [C] int32
     forced_rows: Ints = field(default_factory=ints)  # [B] int32, rows whose token the host has chosen
     forced_positions: Ints = field(default_factory=ints)  # [B] int32

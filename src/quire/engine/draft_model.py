@@ -107,9 +107,8 @@ class DraftModel:
         self._max_tokens = max_num_batched_tokens
         self._progress_of: dict[str, dict[int, _Progress]] = {}
         self._num_steps = 0
-        self._pass_seconds: deque[float] = deque(
-            maxlen=RECENT_PASSES
-        )  # of one drafted token of all sequences
+        # of one drafted token of all sequences
+        self._pass_seconds: deque[float] = deque(maxlen=RECENT_PASSES)
         self._pass_sizes: set[int] = set()  # of passes that have run: the first of a size is slow
         self._is_warned = False
 

@@ -15,9 +15,8 @@ MAX_ADAPTERS = 256
 class Load:
     shadow: PrefixShadow
     stats: RoutingStats = field(default_factory=RoutingStats)
-    computing: set[int] = field(
-        default_factory=set
-    )  # moments of the shadow: their prompts are not computed yet
+    # moments of the shadow: their prompts are not computed yet
+    computing: set[int] = field(default_factory=set)
     last_sent: int = 0  # number of the request that it got last
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)  # that it used, the last ones
 

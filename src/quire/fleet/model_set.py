@@ -123,9 +123,8 @@ class ModelProcess:
         async for raw in process.stderr:
             line = raw.decode("utf-8", "replace").rstrip()
             self._lines = [*self._lines[1 - LAST_LINES :], line]
-            self.progress = " ".join(
-                re.split(" {2,}", line, maxsplit=2)[-1].split()
-            )  # without time and place
+            # without time and place
+            self.progress = " ".join(re.split(" {2,}", line, maxsplit=2)[-1].split())
             started = STARTED.search(line)
             if started is None:  # its own address is of no use to others
                 print(f"[{self.entry.name}] {line}", file=sys.stderr, flush=True)

@@ -44,9 +44,8 @@ CONNECT_SECONDS = 5.0
 PLACE_SECONDS = 30.0  # for a machine with room, before the next try
 REASON_SECONDS = 0.3  # a process that ended says why soon after its connection is lost
 LOST = "is not connected any more: the process or its machine is gone"
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
-    (0, 0, 0, 4, 0, 0, 0, 0, 0)
-)  # with empty SETTINGS
+# with empty SETTINGS
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 ENVIRONMENT = ("GLOO_", "HF_", "QUIRE_LOG_")  # variables that the engines get from the HTTP process
 
 

@@ -50,9 +50,8 @@ async def _send(channel: RemoteChannel, frames: Iterator[bytes]) -> None:
     while (data := await asyncio.to_thread(next, frames, None)) is not None:
         # Each part that arrives is a sign of life: a large adapter may take longer than the heartbeat waits.
         parts = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
-        await channel.socket.send_multipart(
-            parts
-        )  # the first waits for the rank's connection, which may never come
+        # the first waits for the rank's connection, which may never come
+        await channel.socket.send_multipart(parts)
 
 
 async def _receive(channel: RemoteChannel, reports: Connection) -> None:

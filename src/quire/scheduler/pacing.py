@@ -84,9 +84,8 @@ class Pacing:
         tokens = goal / token_seconds
         further = self._tokens - self._steps * self._decode_rows
         further_seconds = self._seconds - self._steps * self._decode_seconds
-        if (
-            further > 0.0 and further_seconds > 0.0
-        ):  # they are not where the last decode steps had far more rows
+        # they are not where the last decode steps had far more rows
+        if further > 0.0 and further_seconds > 0.0:
             measured = self._tokens / self._steps
             line = self._decode_rows + (goal - self._decode_seconds) * further / further_seconds
             tokens = min(line, max(tokens, GROWTH * measured, measured + WHOLE))

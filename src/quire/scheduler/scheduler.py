@@ -90,9 +90,8 @@ class Scheduler:
         if group is None or group.is_beams:  # indices of beams mean nothing to callers
             return False
         for sequence in group.live:
-            if (
-                sequence.index == index and sequence.num_outputs
-            ):  # before that, others are still to be forked from it
+            # before that, others are still to be forked from it
+            if sequence.index == index and sequence.num_outputs:
                 self.finish(sequence, FinishReason.STOP)
                 return True
         return False

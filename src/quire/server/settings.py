@@ -44,9 +44,8 @@ class ServerSettings:
         (), "CORS: allow browsers from this origin, or * for all (repeatable)", metavar="ORIGIN"
     )
     api_keys: tuple[str, ...] = ()  # none: everyone may ask
-    admin_key: str | None = setting(
-        None, "key of the admin endpoints (also: QUIRE_ADMIN_KEY)", metavar="KEY"
-    )  # none: operators' calls are off
+    # none: operators' calls are off
+    admin_key: str | None = setting(None, "key of the admin endpoints (also: QUIRE_ADMIN_KEY)", metavar="KEY")
     max_concurrent_per_key: int | None = setting(None, "requests of one key at a time (default: no limit)")
     max_requests_per_minute_per_key: int | None = setting(
         None, "requests of one key per minute (default: no limit)"

@@ -36,9 +36,8 @@ class _Reserved:
 
     runs: dict[Sequence, BlockRun] = field(default_factory=dict)
     spare: list[BlockRun] = field(default_factory=list)  # for forks
-    lent: dict[Sequence, BlockRun] = field(
-        default_factory=dict
-    )  # by child: its parent's run, until it has copied it
+    # by child: its parent's run, until it has copied it
+    lent: dict[Sequence, BlockRun] = field(default_factory=dict)
     # runs of released sequences, which a child may still read
     left: list[BlockRun] = field(default_factory=list)
 
@@ -55,9 +54,8 @@ class ReservedMemory(PagedMemory):
     """
 
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
-        super().__init__(
-            0, block_size=1, enable_prefix_caching=False
-        )  # no blocks to share, to swap or for adapters
+        # no blocks to share, to swap or for adapters
+        super().__init__(0, block_size=1, enable_prefix_caching=False)
         self.runs = ContiguousPool(num_blocks)
         self.reservation = reservation
         self._length = LENGTHS[reservation]

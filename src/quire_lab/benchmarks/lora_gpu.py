@@ -160,9 +160,8 @@ def check_mixes(report: LoraReport) -> None:
                 line_slots = draw.integers(-1, 6, num_lines)
                 for max_lines in (16, 64):
                     segments = make_segments(line_slots, max_lines, 6, device)
-                    for wide in (
-                        (False, True) if inputs == shapes[0][0] else (False,)
-                    ):  # logits are float32 for every dtype of x
+                    # logits are float32 for every dtype of x
+                    for wide in (False, True) if inputs == shapes[0][0] else (False,):
                         zeros = torch.zeros(num_lines, bounds[-1], device=device)
                         y = zeros.clone() if wide else zeros.to(dtype)
                         kernel.add(x, y, tables, segments, 0, bounds)

@@ -111,9 +111,8 @@ def measure(kind: GemmShape, pairs: list[tuple[Tensor, Tensor | None]], num_toke
         return out
 
     candidates = plan.candidates
-    turns = [
-        (of, _microseconds(of, pairs)) for of in (pytorchs, chosen, chosen, pytorchs)
-    ]  # the chip gets warmer
+    # the chip gets warmer
+    turns = [(of, _microseconds(of, pairs)) for of in (pytorchs, chosen, chosen, pytorchs)]
     default_us, chosen_us = (
         statistics.mean(us for algorithm, us in turns if algorithm is of) for of in (pytorchs, chosen)
     )

@@ -241,9 +241,8 @@ def _draw(figure: Any, setup: Setup, memory: Memory, speeds: list[Speed]) -> Non
         right.plot(
             contexts, sizes, label=f"KV of {count} sequence{'s' if count > 1 else ''}", **line_style(series)
         )
-    right.axhline(
-        memory.weights_bytes / 1e6, color=look(6).color, linewidth=1.2, label="weights"
-    )  # the one line that does not grow
+    # the one line that does not grow
+    right.axhline(memory.weights_bytes / 1e6, color=look(6).color, linewidth=1.2, label="weights")
     plain_log(right, "x")
     plain_log(right, "y")
     right.set_xticks(contexts, [f"{context:,}" for context in contexts])

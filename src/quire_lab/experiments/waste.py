@@ -185,9 +185,8 @@ def table_stages() -> list[Stage]:
     )
     _use_before(engine)
     for name, (prompt, answer) in TEXTS.items():
-        engine.add(
-            Request(name, lines[name][: len(prompt.split())], greedy(len(answer.split()) + 1))
-        )  # it still runs when it is drawn
+        # it still runs when it is drawn
+        engine.add(Request(name, lines[name][: len(prompt.split())], greedy(len(answer.split()) + 1)))
     stages = []
     for num_stored in range(max(STAGES) + 1):
         engine.step()

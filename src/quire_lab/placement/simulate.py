@@ -52,9 +52,8 @@ class Group(NamedTuple):
     models: tuple[int, ...] = ()  # ascending
 
 
-Table = Mapping[
-    tuple[str, ParallelShape], Sequence[ModelOnShape | None]
-]  # by model; None: it cannot be served so
+# by model; None: it cannot be served so
+Table = Mapping[tuple[str, ParallelShape], Sequence[ModelOnShape | None]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,8 @@ def write_picture(picture: Picture, folder: Path) -> Path:
         figure = Figure(figsize=(picture.width, picture.height), layout="constrained")
         FigureCanvasAgg(figure)  # files only: no display is needed
         picture.draw(figure)
-        figure.suptitle(
-            f"{picture.title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold"
-        )  # the empty second line is the take-away's
+        # the empty second line is the take-away's
+        figure.suptitle(f"{picture.title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold")
         _subtitle(figure, picture)
         try:
             figure.savefig(path, dpi=DPI)

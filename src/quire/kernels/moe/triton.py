@@ -107,9 +107,8 @@ def _grouped(
     _sort_kernel[(num_experts,)](routing.experts, order, starts, pairs, BLOCK, num_warps=4)
     rows, columns, depth, warps, stages = _tile(pairs // num_experts, invariant)
     depth = depth * 2 // x.element_size()
-    tiles = pairs // rows + min(
-        num_experts, pairs
-    )  # as many as there can be; those beyond the last one end at once
+    # as many as there can be; those beyond the last one end at once
+    tiles = pairs // rows + min(num_experts, pairs)
     gated, results = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     _grouped_gate_up[(triton.cdiv(inner, columns), tiles)](
         x, gate_up, *_away(away, GATE_UP), order, starts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0),
