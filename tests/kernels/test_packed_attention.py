@@ -50,18 +50,38 @@ def test_the_reference_has_the_values_and_gradients_of_torch():
 )
 @pytest.mark.parametrize("density", [1.0, 0.4])
 @pytest.mark.parametrize(
-    ("lengths", "heads", "width"), [([150, 1, 70], (4, 2), 24), ([64], (2, 2), 16), ([5, 200], (3, 1), 32)]
+    ("lengths", "heads", "width", "dtype"),
+    [
+        ([150, 1, 70], (4, 2), 24, torch.float32),
+        ([64], (2, 2), 16, torch.float32),
+        ([5, 200], (3, 1), 32, torch.float32),
+        ([330, 3], (4, 2), 32, torch.float16),  # tiles of 16-bit inputs: 128 on one side
+    ],
 )
-def test_the_kernel_and_its_gradients_agree(lengths, heads, width, density):
+def test_the_kernel_and_its_gradients_agree(lengths, heads, width, dtype, density):
     triton = registry.load("packed_attention", "triton")
     q, k, v, starts = case(lengths, *heads, width)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-3, "atol": 4e-3}
     mask = None if density == 1.0 else sparse_mask(-(-max(lengths) // reference.BLOCK), density)
     given = (starts, max(lengths), width**-0.5, mask)
     expected, sums = reference.forward(q, k, v, *given)
     out, own_sums = triton.forward(q, k, v, *given)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, expected, **near)
+    torch.testing.assert_close(own_sums, sums, **near)
     grad = torch.randn_like(q)
     grads = triton.backward(grad, q, k, v, out, own_sums, *given)
     for mine, its in zip(grads, reference.backward(grad, q, k, v, expected, sums, *given), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, its, **near)
+
+
+@pytest.mark.skipif(
+    "triton" not in registry.alternatives("packed_attention"), reason="Triton does not run here"
+)
+def test_the_kernel_reads_rows_of_a_fused_projection():
+    triton = registry.load("packed_attention", "triton")
+    qkv = torch.randn(100, 8 * 16)
+    q, k, v = (x.unflatten(1, (-1, 16)) for x in qkv.split([64, 32, 32], dim=1))
+    given = (torch.tensor([0, 100], dtype=torch.int32), 100, 0.25)
+    whole = [x.contiguous() for x in (q, k, v)]
+    torch.testing.assert_close(triton.forward(q, k, v, *given)[0], reference.forward(*whole, *given)[0])

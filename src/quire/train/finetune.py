@@ -21,7 +21,7 @@ from quire.text.load import load_tokenizer
 from quire.text.template import load_template
 from quire.text.tokenizer import Tokenizer
 from quire.train.examples import ExampleReader, Item
-from quire.train.frozen import FrozenFormat, Store, keep, store_nf4
+from quire.train.frozen import FrozenFormat, Store, keep, store_int8, store_nf4
 from quire.train.lora import LoraParameters
 from quire.train.model import TrainedModel, check_trainable
 from quire.train.run_files import RunFiles
@@ -226,7 +226,7 @@ def _load(
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"--dtype {job.dtype} cannot be trained: choose float32, bfloat16 or float16")
     store: Store = store_nf4 if settings.qlora else keep
-    store_table = keep
+    store_table: Store = store_int8 if settings.qlora and device.type == "cuda" else keep
     if job.zero_stage == 3 and job.world > 1:
         if settings.qlora:
             raise ConfigError(

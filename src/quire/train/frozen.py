@@ -14,8 +14,10 @@ from torch import Tensor
 
 from quire.kernels.registry import REFERENCE, load
 from quire.quant.codebook import CodeBook
-from quire.quant.encoded import Encoded
+from quire.quant.encoded import Encoded, Scheme
+from quire.quant.encoded_matrix import INT8
 from quire.quant.format import Matrix, NumberFormat
+from quire.quant.schemes import COLUMNS, Packed, pack
 
 NF4 = CodeBook("nf4")  # double quantization
 
@@ -33,34 +35,32 @@ class StoredWeight(ABC):
         """Of what is kept."""
 
 
-class Nf4Weight(StoredWeight):
-    """NF4 with double quantization: about 4.13 bits a weight."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._dtype = weight.dtype
-        self._encoded = Encoded.of(NF4, weight)
-
-    def restore(self) -> Tensor:
-        return self._encoded.decode().to(self._dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in self._encoded.parts.values())
-
-
 class EncodedWeight(StoredWeight):
-    """Rows in the schemes of their checkpoint, such as GGUF's blocks: the base stays what serving multiplies with."""
+    """Rows in schemes of few bits: NF4, int8, or those of their checkpoint, such as GGUF's blocks.
+
+    On a GPU they are packed for the kernel that decodes them, and a product runs on the decoded weight.
+    """
 
     def __init__(self, rows: Mapping[int, Encoded], dtype: torch.dtype) -> None:
-        self._rows = [rows[first] for first in sorted(rows)]
         self._dtype = dtype
+        self._parts = [rows[first] for first in sorted(rows)]
+        if self._parts[0].device.type == "cuda":
+            self._parts = [pack(part, part.device, dtype) for part in self._parts]
 
     def restore(self) -> Tensor:
-        return torch.cat([part.decode().to(self._dtype) for part in self._rows])
+        parts = [self._decoded(part) for part in self._parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decoded(self, part: Encoded) -> Tensor:
+        if isinstance(part.scheme, Packed) and COLUMNS not in part.parts:
+            product: Any = part.scheme.kernel.Product(part.scheme.inner.name, part.parts, part.shape)
+            weight: Tensor = product.weight(self._dtype)
+            return weight
+        return part.decode().to(self._dtype)
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for rows in self._rows for part in rows.parts.values())
+        return sum(part.num_bytes for part in self._parts)
 
 
 Store = Callable[[Tensor], StoredWeight | None]  # None: the matrix stays as it is
@@ -71,7 +71,19 @@ def keep(weight: Tensor) -> StoredWeight | None:
 
 
 def store_nf4(weight: Tensor) -> StoredWeight | None:
-    return Nf4Weight(weight) if NF4.fits(weight.shape[1]) else None
+    """NF4 with double quantization: about 4.13 bits a weight, 4.25 as a GPU's kernel packs it."""
+    return store_as(NF4, weight)
+
+
+def store_int8(weight: Tensor) -> StoredWeight | None:
+    """One scale per row, as serving keeps the token table and the head beside weights of 4 bits on a GPU."""
+    return store_as(INT8, weight)
+
+
+def store_as(scheme: Scheme, weight: Tensor) -> StoredWeight | None:
+    if not scheme.fits(weight.shape[1]):
+        return None
+    return EncodedWeight({0: Encoded.of(scheme, weight)}, weight.dtype)
 
 
 class _RestoredLinear(torch.autograd.Function):

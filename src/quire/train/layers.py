@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from quire.kernels.registry import REFERENCE, load
+from quire.kernels.registry import REFERENCE, choose, load
 from quire.layers.attention import Attention, Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
@@ -85,12 +85,33 @@ class TrainFactory(LayerFactory):
 
     def attention(self, *args: Any, **settings: Any) -> Attention:
         made = super().attention(*args, **settings)
-        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__))
+        packed = choose("packed_attention", self.device) if self.device.type == "cuda" else None
+        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__), packed)
+
+
+class _Packed(torch.autograd.Function):
+    """All sequences of a batch in one kernel, and its own backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_len: int, scale: float, kernel: ModuleType
+    ) -> Tensor:
+        out, sums = kernel.forward(q, k, v, starts, max_len, scale)
+        ctx.save_for_backward(q, k, v, out, sums, starts)
+        ctx.rest = (max_len, scale)
+        ctx.kernel = kernel
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.kernel.backward(grads[0], *ctx.saved_tensors, *ctx.rest), None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAttention(Attention):
     """Causal attention within each of the batch's sequences (`batch.fresh`): there are no pages, and no pool."""
+
+    packed: ModuleType | None = None  # a kernel for ragged sequences; None: torch's attention, one after the other
 
     def __call__(
         self,
@@ -110,10 +131,14 @@ class PackedAttention(Attention):
         if self.cos_sin is not None:
             table = self.cos_sin[batch.positions.long()]
             q, k = _rotated(q, table), _rotated(k, table)
+        lengths = [span.last - span.first for span in batch.fresh]
+        if self.packed is not None and not self.window and not self.soft_cap and self.slopes is None:
+            given = (batch.query_starts, max(lengths), self.scale, self.packed)
+            attended: Tensor = _Packed.apply(q, k, v, *given)
+            return attended.flatten(1)
         group = self.num_heads // self.num_kv_heads
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        lengths = [span.last - span.first for span in batch.fresh]
         parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         return torch.cat([self._attend_one(*part) for part in parts])
 

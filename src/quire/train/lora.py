@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,15 +79,46 @@ class LoraParameters:
         """y[:, part] += alpha / rank * B A dropout(x) for every part of a fused projection that has matrices."""
         if self.training and self.dropout:
             x = F.dropout(x, self.dropout)
-        parts = []
-        for part, (first, last) in enumerate(pairwise(bounds)):
+        parts, matrices = [], []
+        for part, span in enumerate(pairwise(bounds)):
             pair = self.pairs.get(first_site + part)
-            if pair is None:
-                parts.append(y.new_zeros(len(y), last - first))
-            else:
-                inner = F.linear(x, pair.a.to(x.dtype)) * (self.alpha / self.rank)
-                parts.append(F.linear(inner, pair.b.to(x.dtype)))
-        y.add_(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+            if pair is not None:
+                parts.append(span)
+                matrices += [pair.a, pair.b]
+        if parts:
+            _AddedAdapters.apply(y, x, self.alpha / self.rank, parts, *matrices)
+
+
+class _AddedAdapters(torch.autograd.Function):
+    """In place on y, so that of a wide projection nothing but its own result is written."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, scale: float, parts: list[tuple[int, int]], *matrices: Tensor
+    ) -> Tensor:
+        inner = []
+        for (first, last), a, b in zip(parts, matrices[::2], matrices[1::2], strict=True):
+            inner.append(F.linear(x, a.to(x.dtype)).mul_(scale))
+            y[:, first:last].addmm_(inner[-1], b.to(x.dtype).t())
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(x, *inner, *matrices)
+        ctx.scale, ctx.parts = scale, parts
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(ctx.parts)
+        x, *saved = ctx.saved_tensors
+        inner, matrices = saved[:count], saved[count:]
+        of_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        of_matrices: list[Tensor | None] = []
+        for (first, last), low, a, b in zip(ctx.parts, inner, matrices[::2], matrices[1::2], strict=True):
+            grad = grads[0][:, first:last]
+            of_low = (grad @ b.to(x.dtype)).mul_(ctx.scale)
+            of_matrices += [(of_low.t() @ x).to(a.dtype), (grad.t() @ low).to(b.dtype)]
+            if of_x is not None:
+                of_x.addmm_(of_low, a.to(x.dtype))
+        return grads[0], of_x, None, None, *of_matrices
 
 
 def install(

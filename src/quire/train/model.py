@@ -23,7 +23,7 @@ from quire.weights.architectures import KNOWN
 from quire.weights.source import Source
 
 IGNORED = -100  # a label without a loss
-LOSS_ROWS = 512  # tokens whose logits exist at once
+LOSS_ROWS = {"cpu": 512, "cuda": 2048}  # tokens whose logits exist at once
 TRAINED = ("llama", "gpt_variants")  # files of models/
 
 
@@ -123,12 +123,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, labels: Tensor, model: DecoderModel) -> Tensor:
         losses, grads = [], []
-        for first in range(0, len(labels), LOSS_ROWS):
-            part = hidden[first : first + LOSS_ROWS].detach().requires_grad_(hidden.requires_grad)
+        step = LOSS_ROWS[hidden.device.type]
+        for first in range(0, len(labels), step):
+            part = hidden[first : first + step].detach().requires_grad_(hidden.requires_grad)
             with torch.enable_grad():
-                loss = F.cross_entropy(
-                    model.logits(part), labels[first : first + LOSS_ROWS], reduction="none"
-                )
+                loss = F.cross_entropy(model.logits(part), labels[first : first + step], reduction="none")
                 if hidden.requires_grad:
                     # rows are independent: one pass gives the gradient of each row's own loss
                     grads.append(torch.autograd.grad(loss.sum(), part)[0])

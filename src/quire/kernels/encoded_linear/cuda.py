@@ -142,11 +142,16 @@ class CudaProduct:
         if splits > 1:
             kernels.reduce((-(-tokens * blocks * ROWS // 4 // 256),), 256, arguments)
 
-    def _expanded(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Decoded as a whole: [rows, columns] in a 16-bit type."""
         rows, columns = self._shape
-        weight = x.new_empty(rows, columns)
-        arguments = self._arguments(x, weight, None, None)
-        self._bound(x).expand((-(-rows // TILE), -(-columns // CHUNK // 8)), 256, arguments)
+        weight = torch.empty(rows, columns, dtype=dtype, device=self._parts["packed"].device)
+        arguments = self._arguments(weight, weight, None, None)
+        self._bound(weight).expand((-(-rows // TILE), -(-columns // CHUNK // 8)), 256, arguments)
+        return weight
+
+    def _expanded(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+        weight = self.weight(x.dtype)
         if out.dtype is x.dtype:
             torch.mm(x, weight.t(), out=out) if out.is_contiguous() else out.copy_(x @ weight.t())
         else:

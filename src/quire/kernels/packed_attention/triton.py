@@ -1,155 +1,277 @@
 """FlashAttention of packed sequences in Triton: softmax in tiles, and a backward pass that computes scores again.
 
-The forward pass keeps each softmax's statistics; the backward pass runs over keys for dK and dV, over queries for dQ.
-Blocks that a sparse mask leaves out are neither read nor multiplied. Promises are those of the reference.
+The forward pass keeps each softmax's statistics. The backward pass runs over queries for dQ, then over keys for dK and
+dV, so that no sum depends on the order of programs. Tiles before the diagonal need no mask; blocks that a sparse mask
+leaves out are in no list, and cost nothing. Promises are those of the reference.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.attention.triton_tile import INTERPRETED, LOG2_E, NEGATIVE_INFINITY
 from quire.kernels.packed_attention.reference import BLOCK
 
-TILE = BLOCK
+
+class Tiles(NamedTuple):
+    """How a kernel is launched."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# For 16-bit inputs with heads of 128; benchmarks/results/train_gpu.json has others' times.
+FORWARD, QUERIES, KEYS = Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)
 
 
 @triton.jit
-def _load(pointer, rows, last, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[TILE, BLOCK_D] of one head; zeros beyond the sequence and the head."""
+def _load(pointer, rows, count, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, BLOCK_D] of one head and sequence; zeros beyond both."""
     columns = tl.arange(0, BLOCK_D)
-    inside = (rows < last)[:, None] & (columns < D)[None, :]
-    tile = tl.load(pointer + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=inside, other=0.0)
+    pointers = pointer + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if D != BLOCK_D:
+        tile = tl.load(pointers, mask=(rows < count)[:, None] & (columns < D)[None, :], other=0.0)
+    elif MASKED:
+        tile = tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
     if INTERPRETED:
         tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
-def _store(pointer, rows, last, stride, tile, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _next(
+    source, first, start, head, count, stride,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, LENGTH: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """LENGTH rows of a loop from `start` on, of one head and the sequence that begins at `first`.
+
+    `source` is a tensor map of [T, heads * D], and what lies beyond the sequence is its neighbour's; where D is no power
+    of two it is a pointer, and zeros lie beyond.
+    """
+    if D == BLOCK_D:
+        tile = source.load([first + start, head * D])
+        if INTERPRETED:
+            tile = tile.to(tl.float32)
+        return tile
+    else:
+        own = source + first.to(tl.int64) * stride + head * D
+        return _load(own, start + tl.arange(0, LENGTH), count, stride, D, BLOCK_D, BOUNDED)
+
+
+@triton.jit
+def _store(pointer, rows, count, stride, tile, D: tl.constexpr, BLOCK_D: tl.constexpr):
     columns = tl.arange(0, BLOCK_D)
-    inside = (rows < last)[:, None] & (columns < D)[None, :]
+    inside = (rows < count)[:, None] & (columns < D)[None, :]
     target = pointer + rows[:, None].to(tl.int64) * stride + columns[None, :]
     tl.store(target, tile.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _scores(q, k, queries, keys, last, scale):
-    """[TILE, TILE] in base 2, minus infinity where a query does not see a key."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-    return tl.where((keys[None, :] <= queries[:, None]) & (keys < last)[None, :], scores, NEGATIVE_INFINITY)
-
-
-@triton.jit
-def _is_seen(mask, query_block, key_block, num_blocks, SPARSE: tl.constexpr):
-    if SPARSE:
-        return tl.load(mask + query_block * num_blocks + key_block) != 0
-    else:
-        return True
+def _attend(
+    q_tile, k, v, first, kv_head, start, queries, count, k_stride, v_stride, scale, top, total, result,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """The online softmax with one more tile of keys. Causality hides what lies beyond the sequence."""
+    keys = start + tl.arange(0, BN)
+    k_tile = _next(k, first, start, kv_head, count, k_stride, D, BLOCK_D, BN, DIAGONAL)
+    v_tile = _next(v, first, start, kv_head, count, v_stride, D, BLOCK_D, BN, DIAGONAL)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    if DIAGONAL:
+        scores = tl.where(keys[None, :] <= queries[:, None], scores, NEGATIVE_INFINITY)
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    result = tl.dot(weights.to(v_tile.dtype), v_tile, result * shrink[:, None], input_precision="ieee")
+    return new_top, total, result
 
 
 @triton.jit
 def _forward(
-    q, k, v, out, sums, starts, mask, scale, num_tokens, num_blocks,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    SPARSE: tl.constexpr,
+    q, k, v, out, sums, starts, seen, num_seen, scale, num_tokens, width, q_stride, k_stride, v_stride,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    block, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    queries = first + block * TILE + tl.arange(0, TILE)
-    if first + block * TILE < last:
-        group: tl.constexpr = HQ // HKV
-        q_tile = _load(q + head * D, queries, last, HQ * D, D, BLOCK_D)
-        top = tl.full([TILE], NEGATIVE_INFINITY, tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        result = tl.zeros([TILE, BLOCK_D], tl.float32)
-        for key_block in range(block + 1):
-            if _is_seen(mask, block, key_block, num_blocks, SPARSE):
-                keys = first + key_block * TILE + tl.arange(0, TILE)
-                k_tile = _load(k + head // group * D, keys, last, HKV * D, D, BLOCK_D)
-                v_tile = _load(v + head // group * D, keys, last, HKV * D, D, BLOCK_D)
-                scores = _scores(q_tile, k_tile, queries, keys, last, scale)
-                new_top = tl.maximum(top, tl.max(scores, 1))
-                safe = tl.where(new_top == NEGATIVE_INFINITY, 0.0, new_top)
-                weights = tl.exp2(scores - safe[:, None])
-                shrink = tl.exp2(top - safe)
-                total = total * shrink + tl.sum(weights, 1)
-                product = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
-                result = result * shrink[:, None] + product
-                top = new_top
-        _store(out + head * D, queries, last, HQ * D, result / total[:, None], D, BLOCK_D)
-        tl.store(sums + head * num_tokens + queries, (top + tl.log2(total)) / LOG2_E, mask=queries < last)
+    block, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first
+    from_first = first.to(tl.int64)
+    if block * BM < count:
+        scale *= LOG2_E
+        kv_head = head // (HQ // HKV)
+        queries = block * BM + tl.arange(0, BM)
+        q_tile = _load(q + from_first * q_stride + head * D, queries, count, q_stride, D, BLOCK_D, True)
+        top = tl.full([BM], NEGATIVE_INFINITY, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        result = tl.zeros([BM, BLOCK_D], tl.float32)
+        num_full = block * BM // BN
+        if SPARSE:
+            for at in range(tl.load(num_seen + block)):
+                start = tl.load(seen + block * width + at) * BN
+                top, total, result = _attend(
+                    q_tile, k, v, first, kv_head, start, queries, count, k_stride, v_stride, scale, top, total,
+                    result, D, BLOCK_D, BN, False,
+                )  # fmt: skip
+        else:
+            for at in range(num_full):
+                top, total, result = _attend(
+                    q_tile, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride, scale, top,
+                    total, result, D, BLOCK_D, BN, False,
+                )  # fmt: skip
+        for at in range(num_full, tl.cdiv(tl.minimum(block * BM + BM, count), BN)):
+            top, total, result = _attend(
+                q_tile, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride, scale, top, total,
+                result, D, BLOCK_D, BN, True,
+            )  # fmt: skip
+        _store(out + (from_first * HQ + head) * D, queries, count, HQ * D, result / total[:, None], D, BLOCK_D)
+        where = sums + head.to(tl.int64) * num_tokens + from_first + queries
+        tl.store(where, (top + tl.log2(total)) / LOG2_E, mask=queries < count)
 
 
 @triton.jit
-def _backward_keys(
-    grad, q, k, v, dk, dv, sums, delta, starts, mask, scale, num_tokens, num_blocks,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    SPARSE: tl.constexpr,
+def _query_step(
+    q_tile, g_tile, total, d_row, k, v, first, kv_head, start, queries, count, k_stride, v_stride, scale, dq_tile,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys: over the queries that follow, of every head of the group."""
-    key_block, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    keys = first + key_block * TILE + tl.arange(0, TILE)
-    if first + key_block * TILE < last:
-        group: tl.constexpr = HQ // HKV
-        k_tile = _load(k + kv_head * D, keys, last, HKV * D, D, BLOCK_D)
-        v_tile = _load(v + kv_head * D, keys, last, HKV * D, D, BLOCK_D)
-        dk_tile = tl.zeros([TILE, BLOCK_D], tl.float32)
-        dv_tile = tl.zeros([TILE, BLOCK_D], tl.float32)
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            for block in range(key_block, tl.cdiv(last - first, TILE)):
-                if _is_seen(mask, block, key_block, num_blocks, SPARSE):
-                    queries = first + block * TILE + tl.arange(0, TILE)
-                    q_tile = _load(q + head * D, queries, last, HQ * D, D, BLOCK_D)
-                    g_tile = _load(grad + head * D, queries, last, HQ * D, D, BLOCK_D)
-                    scores = _scores(q_tile, k_tile, queries, keys, last, scale)
-                    where = head * num_tokens + queries
-                    total = tl.load(sums + where, mask=queries < last, other=0.0) * LOG2_E
-                    d_row = tl.load(delta + where, mask=queries < last, other=0.0)
-                    weights = tl.where((queries < last)[:, None], tl.exp2(scores - total[:, None]), 0.0)
-                    dv_tile += tl.dot(tl.trans(weights.to(g_tile.dtype)), g_tile, input_precision="ieee")
-                    dp = tl.dot(g_tile, tl.trans(v_tile), input_precision="ieee")
-                    ds = weights * (dp - d_row[:, None]) * scale
-                    dk_tile += tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, input_precision="ieee")
-        _store(dk + kv_head * D, keys, last, HKV * D, dk_tile, D, BLOCK_D)
-        _store(dv + kv_head * D, keys, last, HKV * D, dv_tile, D, BLOCK_D)
+    keys = start + tl.arange(0, BN)
+    k_tile = _next(k, first, start, kv_head, count, k_stride, D, BLOCK_D, BN, DIAGONAL)
+    v_tile = _next(v, first, start, kv_head, count, v_stride, D, BLOCK_D, BN, DIAGONAL)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    dp = tl.dot(g_tile, tl.trans(v_tile), input_precision="ieee")
+    weights = tl.exp2(scores * scale - total[:, None])
+    if DIAGONAL:
+        weights = tl.where(keys[None, :] <= queries[:, None], weights, 0.0)
+    ds = weights * (dp - d_row[:, None])
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision="ieee")
 
 
 @triton.jit
 def _backward_queries(
-    grad, q, k, v, dq, sums, delta, starts, mask, scale, num_tokens, num_blocks,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    SPARSE: tl.constexpr,
+    grad, q, k, v, out, dq, sums, delta, starts, seen, num_seen, scale, num_tokens, width,
+    q_stride, k_stride, v_stride,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries: over the keys before."""
-    block, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    queries = first + block * TILE + tl.arange(0, TILE)
-    if first + block * TILE < last:
+    """dQ of a tile of queries, over the keys before; `delta`, the row sums of grad * out, for the other kernel."""
+    block, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first
+    from_first = first.to(tl.int64)
+    if block * BM < count:
+        kv_head = head // (HQ // HKV)
+        own = (from_first * HQ + head) * D
+        queries = block * BM + tl.arange(0, BM)
+        q_tile = _load(q + from_first * q_stride + head * D, queries, count, q_stride, D, BLOCK_D, True)
+        g_tile = _load(grad + own, queries, count, HQ * D, D, BLOCK_D, True)
+        o_tile = _load(out + own, queries, count, HQ * D, D, BLOCK_D, True)
+        d_row = tl.sum(g_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+        where = head.to(tl.int64) * num_tokens + from_first + queries
+        tl.store(delta + where, d_row, mask=queries < count)
+        total = tl.load(sums + where, mask=queries < count, other=0.0) * LOG2_E
+        dq_tile = tl.zeros([BM, BLOCK_D], tl.float32)
+        num_full = block * BM // BN
+        if SPARSE:
+            for at in range(tl.load(num_seen + block)):
+                start = tl.load(seen + block * width + at) * BN
+                dq_tile = _query_step(
+                    q_tile, g_tile, total, d_row, k, v, first, kv_head, start, queries, count, k_stride,
+                    v_stride, scale * LOG2_E, dq_tile, D, BLOCK_D, BN, False,
+                )  # fmt: skip
+        else:
+            for at in range(num_full):
+                dq_tile = _query_step(
+                    q_tile, g_tile, total, d_row, k, v, first, kv_head, at * BN, queries, count, k_stride,
+                    v_stride, scale * LOG2_E, dq_tile, D, BLOCK_D, BN, False,
+                )  # fmt: skip
+        for at in range(num_full, tl.cdiv(tl.minimum(block * BM + BM, count), BN)):
+            dq_tile = _query_step(
+                q_tile, g_tile, total, d_row, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride,
+                scale * LOG2_E, dq_tile, D, BLOCK_D, BN, True,
+            )  # fmt: skip
+        _store(dq + own, queries, count, HQ * D, dq_tile * scale, D, BLOCK_D)
+
+
+@triton.jit
+def _key_step(
+    k_tile, v_tile, q, grad, sums, delta, first, head, start, keys, count, q_stride, g_stride, scale, dk_tile, dv_tile,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Scores stand on their side, [keys, queries]: products over queries then read weights from registers.
+
+    Queries beyond the sequence add nothing: their softmax has an infinite sum.
+    """
+    queries = start + tl.arange(0, BM)
+    q_tile = _next(q, first, start, head, count, q_stride, D, BLOCK_D, BM, True)
+    g_tile = _next(grad, first, start, head, count, g_stride, D, BLOCK_D, BM, True)
+    total = tl.load(sums + queries, mask=queries < count, other=float("inf")) * LOG2_E
+    d_row = tl.load(delta + queries, mask=queries < count, other=0.0)
+    scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+    weights = tl.exp2(scores * scale - total[None, :])
+    if DIAGONAL:
+        weights = tl.where(keys[:, None] <= queries[None, :], weights, 0.0)
+    rounded = weights.to(g_tile.dtype)  # kept in place of the float32 ones: registers are what limits tiles
+    dv_tile = tl.dot(rounded, g_tile, dv_tile, input_precision="ieee")
+    dp = tl.dot(v_tile, tl.trans(g_tile), input_precision="ieee")
+    ds = rounded.to(tl.float32) * (dp - d_row[None, :])
+    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+    return dk_tile, dv_tile
+
+
+@triton.jit
+def _backward_keys(
+    grad, q, k, v, dk, dv, sums, delta, starts, seen, num_seen, scale, num_tokens, width,
+    q_stride, k_stride, v_stride,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys: over the queries that follow, of every head of the group."""
+    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first
+    from_first = first.to(tl.int64)
+    if block * BN < count:
         group: tl.constexpr = HQ // HKV
-        q_tile = _load(q + head * D, queries, last, HQ * D, D, BLOCK_D)
-        g_tile = _load(grad + head * D, queries, last, HQ * D, D, BLOCK_D)
-        where = head * num_tokens + queries
-        total = tl.load(sums + where, mask=queries < last, other=0.0) * LOG2_E
-        d_row = tl.load(delta + where, mask=queries < last, other=0.0)
-        dq_tile = tl.zeros([TILE, BLOCK_D], tl.float32)
-        for key_block in range(block + 1):
-            if _is_seen(mask, block, key_block, num_blocks, SPARSE):
-                keys = first + key_block * TILE + tl.arange(0, TILE)
-                k_tile = _load(k + head // group * D, keys, last, HKV * D, D, BLOCK_D)
-                v_tile = _load(v + head // group * D, keys, last, HKV * D, D, BLOCK_D)
-                scores = _scores(q_tile, k_tile, queries, keys, last, scale)
-                weights = tl.exp2(scores - total[:, None])
-                dp = tl.dot(g_tile, tl.trans(v_tile), input_precision="ieee")
-                ds = weights * (dp - d_row[:, None]) * scale
-                dq_tile += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
-        _store(dq + head * D, queries, last, HQ * D, dq_tile, D, BLOCK_D)
+        keys = block * BN + tl.arange(0, BN)
+        k_tile = _load(k + from_first * k_stride + kv_head * D, keys, count, k_stride, D, BLOCK_D, True)
+        v_tile = _load(v + from_first * v_stride + kv_head * D, keys, count, v_stride, D, BLOCK_D, True)
+        dk_tile = tl.zeros([BN, BLOCK_D], tl.float32)
+        dv_tile = tl.zeros([BN, BLOCK_D], tl.float32)
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            own = from_first + head * num_tokens
+            num_diagonal = tl.cdiv(tl.minimum(block * BN + BN, count), BM)
+            for at in range(block * BN // BM, num_diagonal):
+                dk_tile, dv_tile = _key_step(
+                    k_tile, v_tile, q, grad, sums + own, delta + own, first, head, at * BM, keys, count, q_stride,
+                    HQ * D, scale * LOG2_E, dk_tile, dv_tile, D, BLOCK_D, BM, True,
+                )  # fmt: skip
+            if SPARSE:
+                for at in range(tl.load(num_seen + block)):
+                    start = tl.load(seen + block * width + at) * BM
+                    dk_tile, dv_tile = _key_step(
+                        k_tile, v_tile, q, grad, sums + own, delta + own, first, head, start, keys, count, q_stride,
+                        HQ * D, scale * LOG2_E, dk_tile, dv_tile, D, BLOCK_D, BM, False,
+                    )  # fmt: skip
+            else:
+                for at in range(num_diagonal, tl.cdiv(count, BM)):
+                    dk_tile, dv_tile = _key_step(
+                        k_tile, v_tile, q, grad, sums + own, delta + own, first, head, at * BM, keys, count, q_stride,
+                        HQ * D, scale * LOG2_E, dk_tile, dv_tile, D, BLOCK_D, BM, False,
+                    )  # fmt: skip
+        own = (from_first * HKV + kv_head) * D
+        _store(dk + own, keys, count, HKV * D, dk_tile * scale, D, BLOCK_D)
+        _store(dv + own, keys, count, HKV * D, dv_tile, D, BLOCK_D)
 
 
 def forward(
-    q: Tensor,  # [T, Hq, D]
+    q: Tensor,  # [T, Hq, D], rows of any stride
     k: Tensor,  # [T, Hkv, D]
     v: Tensor,
     starts: Tensor,  # [R + 1] int32
@@ -158,13 +280,13 @@ def forward(
     mask: Tensor | None = None,  # [blocks, blocks] uint8
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = torch.empty_like(q)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(max_len, TILE), len(starts) - 1, q.shape[1])
-    _forward[grid](
-        q, k, v, out, sums, starts, _mask(mask, q), scale, len(q), _width(mask), **_sizes(q, k, mask)
-    )
+    tiles = _tiles(FORWARD, q, mask)
+    grid = (triton.cdiv(max_len, tiles.queries), q.shape[1], len(starts) - 1)
+    given = (q, _source(k, tiles.keys), _source(v, tiles.keys), out, sums, starts)
+    _launch(_forward, grid, tiles, given, (q, k, v), scale, _before(mask))
     return out, sums
 
 
@@ -181,34 +303,69 @@ def backward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
-    grad, q, k, v = (x.contiguous() for x in (grad, q, k, v))
-    delta = (grad.float() * out.float()).sum(-1).t().contiguous()  # [Hq, T]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    blocks, rows = triton.cdiv(max_len, TILE), len(starts) - 1
-    rest = (sums, delta, starts, _mask(mask, q), scale, len(q), _width(mask))
-    sizes = _sizes(q, k, mask)
-    warps = 8 if q.shape[2] > 64 else 4  # two accumulators of a tile spill with fewer
-    _backward_keys[(blocks, rows, k.shape[1])](grad, q, k, v, dk, dv, *rest, **sizes, num_warps=warps)
-    _backward_queries[(blocks, rows, q.shape[1])](grad, q, k, v, dq, *rest, **sizes)
+    grad, q, k, v = grad.contiguous(), _rows(q), _rows(k), _rows(v)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(sums)
+    tiles = _tiles(QUERIES, q, mask)
+    grid = (triton.cdiv(max_len, tiles.queries), q.shape[1], len(starts) - 1)
+    given = (grad, q, _source(k, tiles.keys), _source(v, tiles.keys), out, dq, sums, delta, starts)
+    _launch(_backward_queries, grid, tiles, given, (q, k, v), scale, _before(mask))
+    tiles = _tiles(KEYS, q, mask)
+    grid = (triton.cdiv(max_len, tiles.keys), k.shape[1], len(starts) - 1)
+    given = (_source(grad, tiles.queries), _source(q, tiles.queries), k, v, dk, dv, sums, delta, starts)
+    _launch(_backward_keys, grid, tiles, given, (q, k, v), scale, _after(mask))
     return dq, dk, dv
 
 
-def _mask(mask: Tensor | None, like: Tensor) -> Tensor:
-    """Without one, a tensor that is not read."""
-    return like if mask is None else mask.contiguous()
+def _rows(x: Tensor) -> Tensor:
+    """With whole heads side by side."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _width(mask: Tensor | None) -> int:
-    return 0 if mask is None else mask.shape[1]
+def _source(x: Tensor, length: int) -> TensorDescriptor | Tensor:
+    """What `_next` reads tiles of this length from."""
+    tokens, heads, width = x.shape
+    if width != _padded(width):
+        return x
+    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [length, width])
 
 
-def _sizes(q: Tensor, k: Tensor, mask: Tensor | None) -> dict[str, object]:
-    block_d = max(16, triton.next_power_of_2(q.shape[2]))
-    return {
-        "HQ": q.shape[1],
-        "HKV": k.shape[1],
-        "D": q.shape[2],
-        "BLOCK_D": block_d,
-        "TILE": TILE,
-        "SPARSE": mask is not None,
-    }
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _before(mask: Tensor | None) -> Tensor | None:
+    """[blocks, blocks]: whether a block of queries sees an earlier one of keys."""
+    return None if mask is None else mask.bool().tril(-1)
+
+
+def _after(mask: Tensor | None) -> Tensor | None:
+    """[blocks, blocks]: whether a block of keys is seen by a later one of queries."""
+    return None if mask is None else mask.bool().t().triu(1)
+
+
+def _tiles(usual: Tiles, q: Tensor, mask: Tensor | None) -> Tiles:
+    if mask is not None:
+        return Tiles(BLOCK, BLOCK, 4, 2)
+    return usual if q.element_size() == 2 else Tiles(64, 32, 4, 2)
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    grid: tuple[int, int, int],
+    tiles: Tiles,
+    given: tuple[TensorDescriptor | Tensor, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    seen: Tensor | None,  # [blocks, blocks] bool
+) -> None:
+    q, k, _ = qkv
+    if seen is None:
+        lists = (q, q)  # not read
+    else:  # of each block those it meets, first
+        lists = (seen.logical_not().byte().argsort(dim=1, stable=True).int(), seen.sum(1, dtype=torch.int32))
+    kernel[grid](
+        *given, *lists, scale, len(q), 0 if seen is None else seen.shape[1], *(x.stride(0) for x in qkv),
+        q.shape[1], k.shape[1], q.shape[2], _padded(q.shape[2]),
+        tiles.queries, tiles.keys, seen is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
