@@ -1,8 +1,9 @@
-"""--sm-share on a stand-in for the driver and for torch's green contexts: whole groups, refusals, streams and grids."""
+"""--sm-share on a stand-in for the driver: whole groups, refusals, streams and grids."""
 
 import os
 import threading
 from contextlib import nullcontext
+from ctypes import sizeof
 from types import SimpleNamespace
 
 import pytest
@@ -22,29 +23,44 @@ GPU = torch.device("cuda", 0)
 GIVEN = 64  # of 132, by the driver
 
 
-class Context:
-    """A green context that numbers its streams."""
+class Driver:
+    """Green contexts that number their streams; of calls only what cuda.h promises."""
 
     made = 0
 
-    @staticmethod
-    def create(*, num_sms: int, device_id: int) -> "Context":
-        assert (num_sms, device_id) == (GIVEN, 0)
-        return Context()
-
-    def Stream(self):
-        self.made += 1
-        return SimpleNamespace(cuda_stream=self.made)
-
-
-class Driver:
-    def cuStreamGetCtx_v2(self, stream, primary, green) -> int:
-        green._obj.value = 7
+    def cuDeviceGet(self, device, ordinal) -> int:
+        device._obj.value = 5 + ordinal.value
         return 0
 
-    def cuGreenCtxGetDevResource(self, green, resource, kind) -> int:
-        assert (green.value, kind) == (7, 1)
-        resource[24] = GIVEN
+    def cuDeviceGetDevResource(self, device, resource, kind) -> int:
+        assert (device.value, kind.value, sizeof(resource._obj) >= 144) == (5, 1, True)
+        resource._obj[24] = 132
+        return 0
+
+    def cuDevSmResourceSplitByCount(self, result, num_groups, given, rest, flags, least) -> int:
+        assert (num_groups._obj.value, given._obj[24], rest, flags.value) == (1, 132, None, 0)
+        result._obj[24] = least.value
+        return 0
+
+    def cuDevResourceGenerateDesc(self, description, resources, count) -> int:
+        assert (resources._obj[24], count.value) == (GIVEN, 1)
+        description._obj.value = 6
+        return 0
+
+    def cuGreenCtxCreate(self, handle, description, device, flags) -> int:
+        assert (description.value, device.value, flags.value) == (6, 5, 1)
+        handle._obj.value = 7
+        return 0
+
+    def cuGreenCtxGetDevResource(self, handle, resource, kind) -> int:
+        assert (handle.value, kind.value) == (7, 1)
+        resource._obj[24] = GIVEN
+        return 0
+
+    def cuGreenCtxStreamCreate(self, stream, handle, flags, priority) -> int:
+        assert (handle.value, flags.value, priority.value) == (7, 1, 0)
+        self.made += 1
+        stream._obj.value = self.made
         return 0
 
 
@@ -55,8 +71,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     monkeypatch.delenv(MPS_PERCENTAGE, raising=False)
     monkeypatch.setattr(sm_share, "_entered", [])
-    monkeypatch.setattr(sm_share, "driver", Driver)
-    monkeypatch.setattr(sm_share, "import_module", lambda name: SimpleNamespace(GreenContext=Context))
+    green = Driver()
+    monkeypatch.setattr(sm_share, "driver", lambda: green)
     card = SimpleNamespace(multi_processor_count=132, major=9)
     for name, value in {
         "current_device": lambda: 0,
@@ -66,6 +82,7 @@ def gpu(monkeypatch, tmp_path):
         "get_device_name": lambda device: "NVIDIA H200",
         "set_stream": lambda stream: used.update({threading.get_ident(): stream.cuda_stream}),
         "Stream": lambda device: "a plain stream",
+        "ExternalStream": lambda stream, device: SimpleNamespace(cuda_stream=stream),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return used
@@ -125,24 +142,31 @@ def test_a_process_has_one_share(gpu, shares):
         sm_share.enter(shares[1], GPU)
 
 
-def _too_old(**_settings: int) -> None:
-    raise RuntimeError("cuda driver too old to use green context!\nat a line of C++")
+class OldDriver(Driver):
+    cuGreenCtxStreamCreate = property()  # such as that of CUDA 12.4
+
+
+class RefusingDriver(Driver):
+    def cuGreenCtxCreate(self, handle, description, device, flags) -> int:
+        return 801
+
+
+def _no_driver() -> None:
+    raise OSError("libcuda.so.1: cannot open shared object file")
 
 
 @pytest.mark.parametrize(
-    ("contexts", "why"),
+    ("driver", "why"),
     [
-        (SimpleNamespace(GreenContext=SimpleNamespace(create=_too_old)), "too old to use green context!$"),
-        (
-            SimpleNamespace(GreenContext=SimpleNamespace(create=lambda **_: object())),
-            "has no attribute 'Stream'",
-        ),
+        (OldDriver, "cuGreenCtxStreamCreate"),
+        (RefusingDriver, "CUDA answered with status 801$"),
+        (_no_driver, "cannot open shared object file$"),
     ],
 )
-def test_what_has_no_green_contexts_is_named_with_the_remedy(gpu, monkeypatch, contexts, why):
-    monkeypatch.setattr(sm_share, "import_module", lambda name: contexts)
+def test_what_has_no_green_contexts_is_named_with_the_remedy(gpu, monkeypatch, driver, why):
+    monkeypatch.setattr(sm_share, "driver", driver)
     with pytest.raises(
-        ConfigError, match=f"sm_share=0.5 needs .* update them, or start an MPS daemon: .*{why}"
+        ConfigError, match=f"sm_share=0.5 needs .* update it, or start an MPS daemon: .*{why}"
     ):
         sm_share.enter(0.5, GPU)
 

@@ -89,10 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _card_here() -> Card:
     """The GPU that is here; what NVML's table has otherwise than ours goes to stderr."""
     title, found = nvml.read_card()
-    size = max(profile.megabytes for profile in found)
-    words = title.lower().removeprefix("nvidia ").split()
-    name = words[0].split("-")[0]
-    card = find_card(f"{name}-{'80g' if size > 50_000 else '40g'}" if name == "a100" else name)
+    card = nvml.known_card(title, found)
     lines = nvml.differences(card, found) or [f"its {len(found)} slices are those of the table"]
     print("\n".join(f"quire: NVML, {title}: {line}" for line in lines), file=sys.stderr)
     return card

@@ -2,14 +2,13 @@
 
 What is launched on a stream of a green context runs on its SMs, from any thread; so does a graph captured on one.
 Memory, modules and cuBLAS handles are the device's own. The default stream and plain streams have all SMs, and are
-not ordered with the others: engines use the streams of this file. PyTorch's `set_context` would bind one thread.
+not ordered with the others: engines use the streams of this file. The driver makes them, since PyTorch does from 2.12
+on only. Names and numbers are those of cuda.h.
 """
 
 import os
-from ctypes import byref, c_uint, c_void_p
+from ctypes import byref, c_int, c_uint, c_void_p
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -18,7 +17,46 @@ from quire.kernels.nvrtc import check, driver
 from quire.observe.host import MPS_PERCENTAGE, mps_percentage
 
 _SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
-_SM_COUNT = 96 // 4  # of a CUdevResource, which has at most 152 bytes
+_DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM, which is required
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, too
+_Resource = c_uint * 64  # CUdevResource has 144 bytes by CUDA 12.4 to 13.1
+_SM_COUNT = 96 // 4  # where it has them
+
+
+@dataclass(frozen=True, slots=True)
+class _GreenContext:
+    """Lives as long as the process, as its streams do."""
+
+    handle: c_void_p
+    index: int  # of the GPU
+
+    @classmethod
+    def create(cls, num_sms: int, index: int) -> "_GreenContext":
+        """Needs the device's primary context."""
+        device, all_sms, some, num_groups = c_int(), _Resource(), _Resource(), c_uint(1)
+        check(driver().cuDeviceGet(byref(device), c_int(index)))
+        check(driver().cuDeviceGetDevResource(device, byref(all_sms), c_int(_SM_RESOURCE)))
+        check(
+            driver().cuDevSmResourceSplitByCount(
+                byref(some), byref(num_groups), byref(all_sms), None, c_uint(0), c_uint(num_sms)
+            )
+        )
+        description, handle = c_void_p(), c_void_p()
+        check(driver().cuDevResourceGenerateDesc(byref(description), byref(some), c_uint(1)))
+        check(driver().cuGreenCtxCreate(byref(handle), description, device, c_uint(_DEFAULT_STREAM)))
+        return cls(handle, index)
+
+    def stream(self) -> torch.cuda.Stream:
+        stream = c_void_p()
+        check(driver().cuGreenCtxStreamCreate(byref(stream), self.handle, c_uint(_NON_BLOCKING), c_int(0)))
+        return torch.cuda.ExternalStream(stream.value, self.index)
+
+    @property
+    def num_sms(self) -> int:
+        """What the driver gave, which may differ from what was asked for."""
+        resource = _Resource()
+        check(driver().cuGreenCtxGetDevResource(self.handle, byref(resource), c_int(_SM_RESOURCE)))
+        return int(resource[_SM_COUNT])
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +65,7 @@ class _Entered:
     index: int  # of the GPU
     in_words: str = ""
     num_sms: int = 0
-    context: Any = None  # destroyed with its last reference; None: all SMs, or MPS limits them
+    context: _GreenContext | None = None  # None: all SMs, or MPS limits them
     stream: torch.cuda.Stream | None = None
     capture: torch.cuda.Stream | None = None
 
@@ -67,7 +105,7 @@ def capture_stream() -> torch.cuda.Stream | None:
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     context = _entered[0].context if _entered else None
-    return torch.cuda.Stream(device) if context is None else context.Stream()
+    return torch.cuda.Stream(device) if context is None else context.stream()
 
 
 def num_sms(device: torch.device) -> int:
@@ -109,27 +147,15 @@ def _limited(share: float, index: int) -> _Entered:
     wanted_sms = whole_groups(share, total, properties.major)
     try:
         torch.cuda.synchronize(index)  # a green context needs the device's primary context
-        contexts = import_module("torch.cuda.green_contexts")
-        context = contexts.GreenContext.create(num_sms=wanted_sms, device_id=index)
-        stream, capture = context.Stream(), context.Stream()
-        given = _sms_of(stream)
+        context = _GreenContext.create(wanted_sms, index)
+        given = context.num_sms
         if not 0 < given <= total:
             raise RuntimeError(f"the driver reports {given} of {total} SMs")
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        stream, capture = context.stream(), context.stream()
+    except (AttributeError, OSError, RuntimeError) as error:
         raise ConfigError(
-            f"sm_share={share} needs green contexts with streams (PyTorch 2.12 has them, this is {torch.__version__}) "
-            "and a driver of CUDA 12.8 or later; update them, or start an MPS daemon: "
-            + str(error).partition("\n")[0]
+            f"sm_share={share} needs green contexts, which the driver has from CUDA 12.5 on; update it, or start an "
+            "MPS daemon: " + str(error).partition("\n")[0]
         ) from error
     words = f", {given} of {total} SMs (green context)"
     return _Entered(share, index, words, given, context, stream, capture)
-
-
-def _sms_of(stream: torch.cuda.Stream) -> int:
-    """What the driver gave, which may be less than was asked for; PyTorch does not say."""
-    primary, green, resource = c_void_p(), c_void_p(), (c_uint * 64)()
-    check(driver().cuStreamGetCtx_v2(c_void_p(stream.cuda_stream), byref(primary), byref(green)))
-    if not green.value:
-        raise RuntimeError("its stream belongs to no green context")
-    check(driver().cuGreenCtxGetDevResource(green, resource, _SM_RESOURCE))
-    return int(resource[_SM_COUNT])

@@ -2,10 +2,12 @@
 of `quire bench lab gpu-sharing`.
 
 Two real engines: one decodes answers, the other mostly computes prompts. On a GPU they run alone, in time slices, in
-time slices with green contexts of half of the processors each (`--sm-share`), under MPS, and under MPS with half of the
-processors each. `steps` times one engine alone with 14 to 57 % of the processors beside what `simulated:h200-smNN`
-predicts, and `fault` has a neighbour under MPS fault. On a CPU (`--device cpu`) they run alone, on the same cores, and
-each on its own.
+time slices with green contexts of half of the processors each (`--sm-share`), under MPS, and under MPS with parts of
+the processors (`--splits`). On a CPU (`--device cpu`) they run alone, on the same cores, and each on its own.
+
+Others have one engine at a time: `share` has the whole GPU, then a green context of half of its SMs. `steps` times
+decodes and prompts with 10 to 100 % under MPS (`quire_lab.fit.sm_shares` fits and predicts them). In `fault` a
+neighbour under MPS faults, after which another engine starts. `mig` compares the table of NVML with ours.
 """
 
 import argparse
@@ -16,21 +18,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from quire.bench.report import percentile
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
+from quire.observe.host import MPS_PERCENTAGE
 from quire_lab.benchmarks import workloads
 
-PERCENTAGES = (14, 29, 43, 57)
-MODES = ("alone", "time-slices", "green-contexts", "mps", "mps-percent", "steps", "fault")
+CALIBRATION = (10, 20, 36, 75, 100)  # percent of the SMs; others are tested: quire_lab.fit.sm_shares
+PERCENTAGES = (14, 29, 43, 57, *CALIBRATION)
+SPLITS = "50:50,70:30,80:20"  # percent of the engine that decodes, and of the other
+WITHOUT_MPS = ("alone", "time-slices", "green-contexts", "share", "mig")
+MODES = (*WITHOUT_MPS, "mps", "mps-percent", "steps", "fault")
 CPU_MODES = ("alone", "same-cores", "own-cores")
+CELLS = ((16, 512, 16), (1, 2048, 1))  # sequences, tokens before, decodes: what `steps` and `share` time
+REPEATS = 3
+SETTLE_SECONDS = 0.7  # both engines are busy before they are counted
+START_SECONDS = 120.0  # at most: kernels may have to be compiled
+END_SECONDS = 60.0  # after its time, an engine that does not end is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +53,14 @@ class Role:
     sequences: int
     prompt_tokens: int
     output_tokens: int
+    memory: float = 0.0  # gpu_memory_utilization: three pairs fit beside each other
 
 
 ROLES = {
-    "decodes": Role("llama8b", 32, 128, 256),
-    "prompts": Role("llama1b", 4, 2048, 4),
-    "step": Role("llama8b", 16, 512, 64),
+    "decodes": Role("llama8b", 32, 128, 256, memory=0.2),
+    "prompts": Role("llama1b", 4, 2048, 4, memory=0.08),
 }
+STEP_SHAPE = "llama8b"
 CPU_ROLES = {"decodes": Role("", 8, 32, 64), "prompts": Role("", 2, 256, 4)}  # of the built-in model
 WARM_UP = 40  # steps; a quarter on a CPU
 
@@ -57,16 +70,22 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--modes", help="comma-separated; default: all of the device")
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--splits", default=SPLITS, help="of mps-percent: decodes:prompts, in percent")
+    parser.add_argument("--layers", type=int, help="of the model of steps and share (default: all 32)")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child == "fault":
-        fault(options.folder)
-    elif options.child:
-        child(options.child, options.device, options.folder, options.seconds)
-    else:
+    if options.child is None:
         measure(options)
+        return
+    name, _, role = options.child.partition(":")
+    if role == "fault":
+        fault(options.folder, name)
+    elif role == "steps":
+        steps_child(options.folder, name, options.layers)
+    else:
+        child(name, role, options.device, options.folder, options.seconds)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -74,13 +93,29 @@ def measure(options: argparse.Namespace) -> None:
     modes = options.modes.split(",") if options.modes else usual
     rows: list[dict[str, Any]] = []
     for mode in modes:
-        for row in run_mode(mode, options.device, options.seconds):
+        began = time.perf_counter()
+        for row in run_mode(mode, options.device, options.seconds, options.splits, options.layers):
             rows.append(
                 {"mode": mode, **row, "date": date.today().isoformat(), "machine": machine(options.device)}
             )
-            print(json.dumps(rows[-1]), flush=True)
+            print(in_words(rows[-1]), flush=True)
             if options.output:
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{mode}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """One line of a table."""
+    parts = [f"{row['mode']:14} {row.get('split', ''):6} {row['role']:9}"]
+    if "steps" in row:
+        parts += [f"{row['num_sms']} SMs, {row['started']};"]
+        parts += [f"{step['what']}: {1e3 * step['seconds']:.2f} ms;" for step in row["steps"]]
+    if "output_tok_s" in row:
+        parts += [f"{row['output_tok_s']:8,.0f} tokens/s", f"{row['prompt_tok_s']:9,.0f} prompt tokens/s"]
+        parts += [f"{name} {row[f'{name}_ms'] or 0:.2f} ms" for name in ("itl_p50", "itl_p99", "ttft_p99")]
+    shown = ("exit", "error", "where", "same_tokens", "card", "differences")
+    parts += [f"{name}: {row[name]}" for name in shown if row.get(name) not in (None, "")]
+    return " ".join(parts)
 
 
 def machine(device: str) -> str:
@@ -93,7 +128,9 @@ def machine(device: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def run_mode(mode: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
+def run_mode(
+    mode: str, device: str, seconds: float, splits: str = SPLITS, num_layers: int | None = None
+) -> Iterator[dict[str, Any]]:
     if mode == "alone":
         for role in ("decodes", "prompts"):
             yield from together({role: {}}, device, seconds)
@@ -104,20 +141,68 @@ def run_mode(mode: str, device: str, seconds: float) -> Iterator[dict[str, Any]]
         yield from together({"decodes": half, "prompts": half}, device, seconds)
     elif mode == "own-cores":
         yield from together({"decodes": {"QUIRE_CORE": "0"}, "prompts": {"QUIRE_CORE": "1"}}, device, seconds)
+    elif mode == "share":
+        yield from shares(num_layers)
+    elif mode == "mig":
+        yield mig_table()
     else:
         with mps() as environment:
-            if mode == "mps":
-                yield from together({"decodes": environment, "prompts": environment}, device, seconds)
-            elif mode == "mps-percent":
-                half = {**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
-                yield from together({"decodes": half, "prompts": half}, device, seconds)
-            elif mode == "steps":
-                for percent in PERCENTAGES:
-                    limited = {**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)}
-                    for row in together({"step": limited}, device, seconds):
-                        yield {**row, "percent": percent, "predicted": predicted(percent)}
-            elif mode == "fault":
-                yield from together({"decodes": environment, "fault": environment}, device, seconds)
+            yield from under_mps(mode, environment, device, seconds, splits, num_layers)
+
+
+def under_mps(
+    mode: str, environment: dict[str, str], device: str, seconds: float, splits: str, num_layers: int | None
+) -> Iterator[dict[str, Any]]:
+    if mode == "mps":
+        yield from together({"decodes": environment, "prompts": environment}, device, seconds)
+    elif mode == "mps-percent":
+        pairs = []
+        for split in splits.split(","):
+            parts = zip(("decodes", "prompts"), split.split(":"), strict=True)
+            pairs.append({role: {**environment, MPS_PERCENTAGE: part} for role, part in parts})
+        for split, rows in zip(splits.split(","), in_turn(pairs, device, seconds), strict=True):
+            yield from ({"split": split, **row} for row in rows)
+    elif mode == "steps":
+        limited = {str(percent): _share_of_mps(environment, percent) for percent in PERCENTAGES}
+        for row in one_by_one(limited, num_layers):
+            yield {"percent": int(row["role"]), **row}
+    elif mode == "fault":
+        yield from together({"prompts": environment, "fault": environment}, device, seconds)
+        for row in together({"prompts": environment}, device, min(seconds, 2.0)):
+            yield {**row, "role": "restarted"}
+
+
+def _share_of_mps(environment: dict[str, str], percent: int) -> dict[str, str]:
+    """Both say the same, so GEMMs are chosen for the share."""
+    return {**environment, MPS_PERCENTAGE: str(percent), "QUIRE_SM_SHARE": f"{percent / 100:g}"}
+
+
+def shares(num_layers: int | None) -> Iterator[dict[str, Any]]:
+    """The whole GPU and a green context of half of it: SMs, steps, and whether the tokens are the same."""
+    first: list[list[int]] = []
+    for row in one_by_one({"whole": {}, "half": {"QUIRE_SM_SHARE": "0.5"}}, num_layers):
+        tokens = row.pop("tokens", [])
+        if first and tokens:
+            pairs = [
+                pair for answers in zip(first, tokens, strict=True) for pair in zip(*answers, strict=True)
+            ]
+            row["same_tokens"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+        first = first or tokens
+        yield row
+
+
+def mig_table() -> dict[str, Any]:
+    """What `quire plan --mig auto` reads and compares; MIG may be off."""
+    from quire.fleet import nvml
+
+    title, table = nvml.read_card()
+    different = nvml.differences(nvml.known_card(title, table), table) or "none"
+    return {
+        "role": "nvml",
+        "card": title,
+        "slices": [asdict(profile) for profile in table],
+        "differences": different,
+    }
 
 
 def mps_tool() -> str | None:
@@ -137,68 +222,136 @@ def mps() -> Iterator[dict[str, str]]:
         try:
             yield environment
         finally:
-            subprocess.run([tool], input="quit\n", text=True, env={**os.environ, **environment}, check=False)
+            with suppress(subprocess.TimeoutExpired):  # a server that faulted may not end
+                subprocess.run(
+                    [tool],
+                    input="quit\n",
+                    text=True,
+                    env={**os.environ, **environment},
+                    check=False,
+                    timeout=20,
+                )
 
 
 def together(roles: Mapping[str, Mapping[str, str]], device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """Starts one process for each role, lets them begin at once, and returns what each counted."""
+    for rows in in_turn([roles], device, seconds):
+        yield from rows
+
+
+def in_turn(
+    groups: Sequence[Mapping[str, Mapping[str, str]]], device: str, seconds: float
+) -> Iterator[list[dict[str, Any]]]:
+    """All processes start together; one group of them after the other runs, while the others sleep."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        processes = {}
-        for role, environment in roles.items():
-            command = [
-                sys.executable,
-                "-m",
-                "quire_lab.benchmarks.gpu_sharing",
-                "--child",
-                role,
-                "--device",
-                device,
-            ]
-            command += ["--folder", name, "--seconds", str(seconds)]
-            processes[role] = stack.enter_context(
-                subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
-            )
-        waiting = [role for role in roles if role != "fault"]
-        while not all((folder / f"{role}.ready").exists() for role in waiting):
-            if any(processes[role].poll() is not None for role in waiting):
-                break
+        started = [
+            {role: _start(stack, folder, f"{index}:{role}", env, "--device", device, "--seconds", str(seconds))
+             for role, env in roles.items()}
+            for index, roles in enumerate(groups)
+        ]  # fmt: skip
+        waiting = [
+            (f"{i}-{role}", process) for i, group in enumerate(started) for role, process in group.items()
+        ]
+        waiting = [(key, process) for key, process in waiting if not key.endswith("fault")]
+        while not all(
+            (folder / f"{key}.ready").exists() or process.poll() is not None for key, process in waiting
+        ):
             time.sleep(0.05)
-        (folder / "go").touch()
-        for role, process in processes.items():
-            code = process.wait()
-            result = folder / f"{role}.json"
-            yield json.loads(result.read_text()) if result.exists() else {"role": role, "exit": code}
+        for index, group in enumerate(started):
+            (folder / f"{index}.go").touch()
+            yield [
+                _result(folder, f"{index}-{role}", role, process, seconds) for role, process in group.items()
+            ]
 
 
-def child(name: str, device: str, folder: Path, seconds: float) -> None:
+def one_by_one(
+    environments: Mapping[str, Mapping[str, str]], num_layers: int | None
+) -> Iterator[dict[str, Any]]:
+    """One engine for each, never two at once: their processes import together, and wait for each other to end."""
+    layers = ("--layers", str(num_layers)) if num_layers else ()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        processes = {
+            key: _start(stack, folder, f"{key}:steps", env, *layers) for key, env in environments.items()
+        }
+        for key, process in processes.items():
+            (folder / f"{key}.go").touch()
+            yield _result(folder, key, key, process, START_SECONDS)
+
+
+def _start(
+    stack: ExitStack, folder: Path, child: str, environment: Mapping[str, str], *more: str
+) -> "subprocess.Popen[bytes]":
+    command = [
+        sys.executable,
+        "-m",
+        "quire_lab.benchmarks.gpu_sharing",
+        "--child",
+        child,
+        "--folder",
+        str(folder),
+    ]
+    process = subprocess.Popen(
+        [*command, *more], env={**os.environ, **environment}, stdout=subprocess.DEVNULL
+    )
+    stack.callback(process.kill)  # one that has ended is left alone
+    return process
+
+
+def _result(
+    folder: Path, key: str, role: str, process: "subprocess.Popen[bytes]", seconds: float
+) -> dict[str, Any]:
+    """What the process wrote, or how it ended."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds + END_SECONDS)
+    process.kill()
+    code, path = process.wait(), folder / f"{key}.json"
+    return json.loads(path.read_text()) if path.exists() else {"role": role, "exit": code}
+
+
+def await_go(folder: Path, name: str) -> None:
+    while not (folder / f"{name}.go").exists():
+        time.sleep(0.005)
+
+
+def open_engine(shape: Mapping[str, Any], **settings: Any) -> Any:
+    """A model of random weights, on the share of SMs that the environment names."""
+    from quire import LLM
+
+    with tempfile.TemporaryDirectory() as model:
+        Path(model, "config.json").write_text(json.dumps(shape))
+        share = float(os.environ.get("QUIRE_SM_SHARE", "1"))
+        return LLM(
+            model,
+            load_format="dummy",
+            use_tqdm=False,
+            enable_prefix_caching=False,
+            sm_share=share,
+            **settings,
+        )
+
+
+def child(name: str, role_name: str, device: str, folder: Path, seconds: float) -> None:
     if core := os.environ.get("QUIRE_CORE"):
         os.sched_setaffinity(0, {int(core)})
     from quire import LLM
 
-    role = (CPU_ROLES if device == "cpu" else ROLES)[name]
-    with tempfile.TemporaryDirectory() as model:
-        if device == "cpu":
-            llm = LLM(use_tqdm=False, num_threads=1 if core else 2, enable_prefix_caching=False)
-            vocabulary = 40_000
-        else:
-            shape = workloads.SHAPES[role.shape]
-            Path(model, "config.json").write_text(json.dumps(shape))
-            llm = LLM(
-                model,
-                load_format="dummy",
-                use_tqdm=False,
-                enable_prefix_caching=False,
-                gpu_memory_utilization=0.4,
-                sm_share=float(os.environ.get("QUIRE_SM_SHARE", "1")),
-            )
-            vocabulary = shape["vocab_size"]
+    role = (CPU_ROLES if device == "cpu" else ROLES)[role_name]
+    if device == "cpu":
+        llm = LLM(use_tqdm=False, num_threads=1 if core else 2, enable_prefix_caching=False)
+        vocabulary = 40_000
+    else:
+        shape = workloads.SHAPES[role.shape]
+        llm = open_engine(shape, gpu_memory_utilization=role.memory, max_num_seqs=role.sequences)
+        vocabulary = shape["vocab_size"]
     busy = Busy(llm.engine, role, vocabulary)
     steps = WARM_UP // 4 if device == "cpu" else WARM_UP
     busy.run(until=lambda: busy.num_steps >= steps)
-    (folder / f"{name}.ready").touch()
-    while not (folder / "go").exists():
-        busy.step()
+    (folder / f"{name}-{role_name}.ready").touch()
+    await_go(folder, name)
+    settled = time.perf_counter() + SETTLE_SECONDS
+    busy.run(until=lambda: time.perf_counter() >= settled)
     busy.clear()
     end = time.perf_counter() + seconds
     error = ""
@@ -206,8 +359,43 @@ def child(name: str, device: str, folder: Path, seconds: float) -> None:
         busy.run(until=lambda: time.perf_counter() >= end)
     except Exception as fault:
         error = f"{type(fault).__name__}: {str(fault).splitlines()[0][:200]}"
-    (folder / f"{name}.json").write_text(json.dumps({"role": name, **busy.counted(), "error": error}))
+    result = {"role": role_name, **busy.counted(), "error": error}
+    (folder / f"{name}-{role_name}.json").write_text(json.dumps(result))
     os._exit(0)  # a context that faulted does not end by itself
+
+
+def steps_child(folder: Path, name: str, num_layers: int | None) -> None:
+    """Single steps of an engine that has the GPU for itself, and the tokens of another that is deterministic."""
+    from quire.bench.drive import Bench
+    from quire.engine.build import runner
+    from quire_lab.fit.sm_shares import shape_of
+    from quire_lab.fit.step_grid import StepCell, measure_grid
+
+    import_module("quire.llm.llm")  # it takes seconds, and others may measure meanwhile
+    await_go(folder, name)
+    runner.GRAPH_SECONDS = 2.0  # the largest decode comes first, and is all that is measured
+    settings = {"max_num_seqs": CELLS[0][0], "gpu_memory_utilization": 0.4}
+    llm = open_engine(shape_of(STEP_SHAPE, num_layers), **settings)
+    report = llm.report
+    steps = measure_grid(Bench(llm._built), [StepCell(*cell) for cell in CELLS], REPEATS)
+    record = {
+        "role": name, "shape": STEP_SHAPE, "layers": num_layers, "where": report.where,
+        "started": report.started, "num_sms": report.start.num_sms,
+        "steps": [step.as_dict() for step in steps],
+    }  # fmt: skip
+    if name in ("whole", "half"):
+        llm.close()
+        record["tokens"] = deterministic_tokens(
+            open_engine(shape_of(STEP_SHAPE, 2), deterministic=True, **settings)
+        )
+    (folder / f"{name}.json").write_text(json.dumps(record))
+    os._exit(0)
+
+
+def deterministic_tokens(llm: Any) -> list[list[int]]:
+    prompts = [[(7919 * row + 31 * at) % 100_000 + 5 for at in range(40 + 100 * row)] for row in range(8)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    return [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling)]
 
 
 class Busy:
@@ -275,26 +463,7 @@ class Busy:
         return result
 
 
-def predicted(percent: int) -> dict[str, float]:
-    """Milliseconds of a decode step by the simulated device."""
-    from quire.core.config import EngineConfig
-    from quire.models import registry
-    from quire_lab.simulate.build import model_costs, open_shape, simulated_parts
-    from quire_lab.simulate.cost_model import CostModel, StepCounts
-
-    role = ROLES["step"]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(workloads.SHAPES[role.shape]))
-        config = EngineConfig.of(model=folder, load_format="dummy", device=f"simulated:h200-sm{percent}")
-        model = registry.describe(open_shape(config).config)
-        parts = simulated_parts(config, model, ())
-    cost = CostModel(parts.device.rates, parts.device.factors, model_costs(model, parts.precision, 16))
-    context = role.sequences * (role.prompt_tokens + role.output_tokens // 2)
-    decode = StepCounts(role.sequences, role.sequences, role.sequences, context, float(context))
-    return {"decode_ms": 1e3 * cost.seconds(decode)}
-
-
-def fault(folder: Path) -> None:
+def fault(folder: Path, name: str) -> None:
     """A real fault, three seconds after the start: a store to an address that is not mapped."""
     import torch
     import triton
@@ -305,8 +474,7 @@ def fault(folder: Path) -> None:
         tl.store(address.to(tl.pointer_type(tl.float32)), 1.0)
 
     torch.zeros(1, device="cuda")
-    while not (folder / "go").exists():
-        time.sleep(0.05)
+    await_go(folder, name)
     time.sleep(3)
     result = {"role": "fault"}
     try:
@@ -314,7 +482,7 @@ def fault(folder: Path) -> None:
         torch.cuda.synchronize()
     except Exception as error:
         result["error"] = str(error).splitlines()[0][:200]
-    (folder / "fault.json").write_text(json.dumps(result))
+    (folder / f"{name}-fault.json").write_text(json.dumps(result))
     os._exit(0)
 
 
