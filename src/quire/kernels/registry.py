@@ -29,7 +29,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "moe": (("cpu", "cpu"), ("triton", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
     "norm": (("cpu", "cpu"), ("triton", "cuda")),
-    "packed_attention": (("triton", "cuda"),),
+    "packed_attention": (("cuda", "cuda"), ("triton", "cuda")),
     "pages": (("cpu", "cpu"), ("triton", "cuda")),
     "rotary": (("cpu", "cpu"), ("triton", "cuda")),
     "sample": (("cpu", "cpu"), ("triton", "cuda")),

@@ -4,6 +4,7 @@ A weight may be stored as something else than the matrix itself: in NF4 (QLoRA),
 (ZeRO-3). It is then restored for each product, in the backward pass once more, and never saved between them.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.registry import REFERENCE, load
 from quire.quant.codebook import CodeBook
 from quire.quant.encoded import Encoded, Scheme
 from quire.quant.encoded_matrix import INT8
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.schemes import COLUMNS, Packed, pack
+from quire.train import differentiable
 
 NF4 = CodeBook("nf4")  # double quantization
 
@@ -114,7 +115,7 @@ class FrozenMatrix(Matrix):
         store: Store,
         keeps_encoded: bool = False,
     ) -> None:
-        super().__init__(num_rows, num_columns, load("activation", REFERENCE))
+        super().__init__(num_rows, num_columns, sys.modules[differentiable.__name__])
         self._dtype, self._device, self._store = dtype, device, store
         self._weight: Tensor | None = None  # [num_rows, num_columns]
         self._stored: StoredWeight | None = None  # in place of it

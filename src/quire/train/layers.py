@@ -19,7 +19,7 @@ from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.models.model import Layer
 from quire.quant.encoded import Weight
-from quire.train import norm
+from quire.train import differentiable
 from quire.train.frozen import FrozenFormat, FrozenMatrix, Store, StoredWeight, keep
 
 
@@ -81,12 +81,54 @@ class TrainFactory(LayerFactory):
         return StoredHead(matrix, tied_to, share=True)
 
     def kernel(self, operation: str) -> ModuleType:
-        return sys.modules[norm.__name__] if operation == "norm" else load(operation, REFERENCE)
+        own = operation in ("norm", "activation")
+        return sys.modules[differentiable.__name__] if own else load(operation, REFERENCE)
 
     def attention(self, *args: Any, **settings: Any) -> Attention:
         made = super().attention(*args, **settings)
-        packed = choose("packed_attention", self.device) if self.device.type == "cuda" else None
-        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__), packed)
+        fused = None
+        if self.device.type == "cuda":
+            fused = Fused(choose("rotary", self.device), choose("packed_attention", self.device))
+        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__), fused)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A GPU's kernels of attention, which have backward passes of their own."""
+
+    rotary: ModuleType
+    attention: ModuleType
+
+
+class _Rotated(torch.autograd.Function):
+    """Of q and k in qkv [T, (heads + 2 * kv_heads) * head_dim], in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, kernel: ModuleType, layer: Attention, positions: Tensor
+    ) -> Tensor:
+        ctx.kernel, ctx.layer = kernel, layer
+        ctx.save_for_backward(positions)
+        ctx.mark_dirty(qkv)
+        assert layer.cos_sin is not None
+        _rotate(kernel, qkv, layer, layer.cos_sin, positions)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        cosine, sine = ctx.layer.cos_sin.chunk(2, dim=1)
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        _rotate(ctx.kernel, grad, ctx.layer, torch.cat((cosine, -sine), dim=1), positions)
+        return grad, None, None, None
+
+
+def _rotate(kernel: ModuleType, qkv: Tensor, layer: Attention, table: Tensor, positions: Tensor) -> None:
+    """By the kernel that serving has, which stores nothing here."""
+    heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    nowhere = torch.full_like(positions, -1, dtype=torch.int64)
+    page = qkv.new_empty(1, 1, *heads[1:])
+    kernel.rotate_and_store(qkv, *heads, table, positions.int(), nowhere, page, page)
 
 
 class _Packed(torch.autograd.Function):
@@ -111,7 +153,7 @@ class _Packed(torch.autograd.Function):
 class PackedAttention(Attention):
     """Causal attention within each of the batch's sequences (`batch.fresh`): there are no pages, and no pool."""
 
-    packed: ModuleType | None = None  # a kernel for ragged sequences; None: torch's attention, one after the other
+    fused: Fused | None = None  # None: torch's own operations, one sequence after the other
 
     def __call__(
         self,
@@ -123,17 +165,20 @@ class PackedAttention(Attention):
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, heads * head_dim]
         assert sinks is None, "no architecture that is trained has attention sinks"
+        rotates = self.cos_sin is not None
+        if self.fused is not None and self.cos_sin is not None and q_norm is None:
+            qkv, rotates = _Rotated.apply(qkv, self.fused.rotary, self, batch.positions), False
         q, k, v = qkv.split([n * self.head_dim for n in (self.num_heads, *[self.num_kv_heads] * 2)], dim=1)
         if q_norm is not None and k_norm is not None:  # as wide as a head, or as all of them
             q = q_norm(q.unflatten(1, (-1, q_norm.weight.shape[0]))).flatten(1)
             k = k_norm(k.unflatten(1, (-1, k_norm.weight.shape[0]))).flatten(1)
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.cos_sin is not None:
+        if rotates and self.cos_sin is not None:
             table = self.cos_sin[batch.positions.long()]
             q, k = _rotated(q, table), _rotated(k, table)
         lengths = [span.last - span.first for span in batch.fresh]
-        if self.packed is not None and not self.window and not self.soft_cap and self.slopes is None:
-            given = (batch.query_starts, max(lengths), self.scale, self.packed)
+        if self.fused is not None and not self.window and not self.soft_cap and self.slopes is None:
+            given = (batch.query_starts, max(lengths), self.scale, self.fused.attention)
             attended: Tensor = _Packed.apply(q, k, v, *given)
             return attended.flatten(1)
         group = self.num_heads // self.num_kv_heads

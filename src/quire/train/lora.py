@@ -110,14 +110,15 @@ class _AddedAdapters(torch.autograd.Function):
         count = len(ctx.parts)
         x, *saved = ctx.saved_tensors
         inner, matrices = saved[:count], saved[count:]
-        of_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        of_x: Tensor | None = None
         of_matrices: list[Tensor | None] = []
         for (first, last), low, a, b in zip(ctx.parts, inner, matrices[::2], matrices[1::2], strict=True):
             grad = grads[0][:, first:last]
             of_low = (grad @ b.to(x.dtype)).mul_(ctx.scale)
             of_matrices += [(of_low.t() @ x).to(a.dtype), (grad.t() @ low).to(b.dtype)]
-            if of_x is not None:
-                of_x.addmm_(of_low, a.to(x.dtype))
+            if ctx.needs_input_grad[1]:
+                narrow = a.to(x.dtype)
+                of_x = of_low @ narrow if of_x is None else of_x.addmm_(of_low, narrow)
         return grads[0], of_x, None, None, *of_matrices
 
 

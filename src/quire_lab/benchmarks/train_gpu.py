@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.packed_attention import reference
-from quire.kernels.packed_attention import triton as kernel
+from quire.kernels.packed_attention import cuda, reference, triton
 from quire.models.registry import describe
 from quire.train.frozen import FrozenFormat, keep, store_int8, store_nf4
 from quire.train.lora import LoraParameters
@@ -97,18 +96,22 @@ def flops(lengths: list[int]) -> float:
 
 
 def attention(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    yield checked([1000, 3, 500], None)
-    yield checked([1000, 3, 500], random_mask(16, 0.4))
+    for kernel in (cuda, triton):
+        for dtype in (torch.bfloat16, torch.float16):
+            yield checked(kernel, [1000, 3, 500, 64, 130], None, dtype)
+    yield checked(triton, [1000, 3, 500], random_mask(16, 0.4), torch.bfloat16)
     for lengths in ([8192], [4096, 4096], [1024] * 8, [300] * 27):
         q, k, v, starts = drawn(lengths)
         given = (starts, max(lengths), WIDTH**-0.5)
-        out, sums = kernel.forward(q, k, v, *given)
+        out, sums = triton.forward(q, k, v, *given)
         grad = torch.randn_like(out)
         work = flops(lengths)
-        forward = timed(lambda: kernel.forward(q, k, v, *given))
-        backward = timed(lambda: kernel.backward(grad, q, k, v, out, sums, *given))
+        forward = timed(lambda: triton.forward(q, k, v, *given))
         row = {"lengths": f"{len(lengths)} x {lengths[0]}"}
-        row |= speeds("triton", work, forward, backward)
+        for name, kernel in (("triton", triton), ("cuda", cuda)):
+            backward = timed(lambda kernel=kernel: kernel.backward(grad, q, k, v, out, sums, *given))
+            row |= speeds(name, work, forward, backward)
+        del row["cuda_forward"]  # Triton's
         if len(set(lengths)) == 1:
             for name, backend in BACKENDS.items():
                 row |= speeds(name, work, *torch_times(backend, q, k, v, len(lengths)))
@@ -137,9 +140,10 @@ def torch_times(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, count: int
     return forward, backward
 
 
-def checked(lengths: list[int], mask: Tensor | None) -> dict[str, Any]:
-    """Relative errors beside the reference in float32 on the same bfloat16 inputs."""
+def checked(kernel: Any, lengths: list[int], mask: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Relative errors beside the reference in float32 on the same 16-bit inputs."""
     q, k, v, starts = drawn(lengths)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     given = (starts, max(lengths), WIDTH**-0.5, mask)
     out, sums = kernel.forward(q, k, v, *given)
     grad = torch.randn_like(out)
@@ -155,7 +159,8 @@ def checked(lengths: list[int], mask: Tensor | None) -> dict[str, Any]:
     again = kernel.backward(grad, q, k, v, out, sums, *given)
     same = all(torch.equal(first, second) for first, second in zip(grads, again, strict=True))
     good = same and max(errors.values()) < 0.01
-    return {"check": "ok" if good else "FAIL", "sparse": mask is not None, "same_again": same, "errors": errors}
+    name = kernel.__name__.rpartition(".")[2]
+    return {"check": "ok" if good else "FAIL", "kernel": name, "dtype": str(dtype), "sparse": mask is not None, "same_again": same, "errors": errors}
 
 
 def random_mask(blocks: int, density: float) -> Tensor:
@@ -172,10 +177,12 @@ def sparse(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for density in DENSITIES:
         mask = random_mask(blocks, density)
         given = (starts, length, WIDTH**-0.5, mask)
-        out, sums = kernel.forward(q, k, v, *given)
+        out, sums = triton.forward(q, k, v, *given)
         times = {
-            "forward": timed(lambda: kernel.forward(q, k, v, *given)),
-            "backward": timed(lambda: kernel.backward(out, q, k, v, out, sums, *given)),
+            "forward": timed(lambda given=given: triton.forward(q, k, v, *given)),
+            "backward": timed(
+                lambda given=given, out=out, sums=sums: triton.backward(out, q, k, v, out, sums, *given)
+            ),
         }
         whole = whole or times
         share = float((mask * causal).sum() / causal.sum())
@@ -191,21 +198,21 @@ def sparse(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def tiles(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     q, k, v, starts = drawn([8192])
     given = (starts, 8192, WIDTH**-0.5)
-    usual = {name: getattr(kernel, name) for name in SWEEP}
+    usual = {name: getattr(triton, name) for name in SWEEP}
     for name, candidates in SWEEP.items():
         for sizes in candidates:
-            setattr(kernel, name, kernel.Tiles(*sizes))
+            setattr(triton, name, triton.Tiles(*sizes))
             try:
-                out, sums = kernel.forward(q, k, v, *given)
+                out, sums = triton.forward(q, k, v, *given)
                 run = (
-                    (lambda: kernel.forward(q, k, v, *given))
+                    (lambda: triton.forward(q, k, v, *given))
                     if name == "FORWARD"
-                    else lambda: kernel.backward(out, q, k, v, out, sums, *given)
+                    else lambda out=out, sums=sums: triton.backward(out, q, k, v, out, sums, *given)
                 )
                 yield {"kernel": name, "tiles": sizes, "ms": round(1e3 * timed(run, 6), 3)}
             except Exception as error:
                 yield {"kernel": name, "tiles": sizes, "error": str(error).splitlines()[0][:100]}
-        setattr(kernel, name, usual[name])
+        setattr(triton, name, usual[name])
 
 
 def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

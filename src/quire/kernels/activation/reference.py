@@ -1,5 +1,6 @@
 """Activations in plain torch."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,6 +10,13 @@ def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     y = F.silu(gate) * up
     return y if out is None else out.copy_(y)
+
+
+def silu_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x [T, 2F], given that of silu_mul's result [T, F]."""
+    gate, up = x.chunk(2, dim=-1)
+    share = gate.sigmoid()
+    return torch.cat((grad * up * share * (1 + gate * (1 - share)), grad * gate * share), dim=-1)
 
 
 def gelu_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:

@@ -48,6 +48,30 @@ def _pointwise_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _silu_backward_kernel(grad, x, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-gate))
+    of_gate = upstream * up * share * (1.0 + gate * (1.0 - share))
+    tl.store(out + row * 2 * width + column, of_gate.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * 2 * width + width + column, (upstream * gate * share).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """As the reference."""
+    grad, x = grad.contiguous(), x.contiguous()
+    rows, width = grad.shape
+    out = torch.empty_like(x)
+    if rows:
+        _silu_backward_kernel[(rows, -(-width // BLOCK))](grad, x, out, width, BLOCK, num_warps=4)
+    return out
+
+
 def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x [T, 2F] (gate | up) -> silu(gate) * up [T, F]."""
     return _gated(x, out, SILU.value)

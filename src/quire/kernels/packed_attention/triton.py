@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# For 16-bit inputs with heads of 128; benchmarks/results/train_gpu.json has others' times.
-FORWARD, QUERIES, KEYS = Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)
+# Of 16-bit inputs: the fastest of those that quire_lab.benchmarks.train_gpu compares, with heads of 128 on an H200.
+FORWARD, QUERIES, KEYS = Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)
 
 
 @triton.jit
@@ -270,6 +270,26 @@ def _backward_keys(
         _store(dv + own, keys, count, HKV * D, dv_tile, D, BLOCK_D)
 
 
+@triton.jit
+def _list_kernel(mask, lists, counts, blocks, row_stride, column_stride, LATER: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = (column < blocks) & (column > row if LATER else column < row)
+    seen = tl.load(mask + row * row_stride + column * column_stride, mask=inside, other=0) != 0
+    place = tl.cumsum(seen.to(tl.int32), 0) - seen.to(tl.int32)
+    tl.store(lists + row * blocks + place, column, mask=seen)
+    tl.store(counts + row, tl.sum(seen.to(tl.int32)))
+
+
+@triton.jit
+def _row_sums(
+    grad, out, delta, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    g_tile = _load(grad + head * D, token, tokens, heads * D, D, BLOCK_D, True).to(tl.float32)
+    o_tile = _load(out + head * D, token, tokens, heads * D, D, BLOCK_D, True).to(tl.float32)
+    tl.store(delta + head * tokens + token, tl.sum(g_tile * o_tile, 1), mask=token < tokens)
+
+
 def forward(
     q: Tensor,  # [T, Hq, D], rows of any stride
     k: Tensor,  # [T, Hkv, D]
@@ -280,13 +300,13 @@ def forward(
     mask: Tensor | None = None,  # [blocks, blocks] uint8
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = rows_of_heads(q), rows_of_heads(k), rows_of_heads(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     tiles = _tiles(FORWARD, q, mask)
     grid = (triton.cdiv(max_len, tiles.queries), q.shape[1], len(starts) - 1)
     given = (q, _source(k, tiles.keys), _source(v, tiles.keys), out, sums, starts)
-    _launch(_forward, grid, tiles, given, (q, k, v), scale, _before(mask))
+    _launch(_forward, grid, tiles, given, (q, k, v), scale, mask)
     return out, sums
 
 
@@ -303,21 +323,29 @@ def backward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
-    grad, q, k, v = grad.contiguous(), _rows(q), _rows(k), _rows(v)
+    grad, q, k, v = grad.contiguous(), rows_of_heads(q), rows_of_heads(k), rows_of_heads(v)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(sums)
     tiles = _tiles(QUERIES, q, mask)
     grid = (triton.cdiv(max_len, tiles.queries), q.shape[1], len(starts) - 1)
     given = (grad, q, _source(k, tiles.keys), _source(v, tiles.keys), out, dq, sums, delta, starts)
-    _launch(_backward_queries, grid, tiles, given, (q, k, v), scale, _before(mask))
+    _launch(_backward_queries, grid, tiles, given, (q, k, v), scale, mask)
     tiles = _tiles(KEYS, q, mask)
     grid = (triton.cdiv(max_len, tiles.keys), k.shape[1], len(starts) - 1)
     given = (_source(grad, tiles.queries), _source(q, tiles.queries), k, v, dk, dv, sums, delta, starts)
-    _launch(_backward_keys, grid, tiles, given, (q, k, v), scale, _after(mask))
+    _launch(_backward_keys, grid, tiles, given, (q, k, v), scale, mask, of_keys=True)
     return dq, dk, dv
 
 
-def _rows(x: Tensor) -> Tensor:
+def row_sums(grad: Tensor, out: Tensor) -> Tensor:
+    """[Hq, T] float32: of grad * out, both [T, Hq, D]."""
+    tokens, heads, width = grad.shape
+    delta = torch.empty(heads, tokens, dtype=torch.float32, device=grad.device)
+    _row_sums[triton.cdiv(tokens, BLOCK), heads](grad, out, delta, tokens, heads, width, _padded(width), BLOCK)
+    return delta
+
+
+def rows_of_heads(x: Tensor) -> Tensor:
     """With whole heads side by side."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
@@ -334,14 +362,14 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _before(mask: Tensor | None) -> Tensor | None:
-    """[blocks, blocks]: whether a block of queries sees an earlier one of keys."""
-    return None if mask is None else mask.bool().tril(-1)
-
-
-def _after(mask: Tensor | None) -> Tensor | None:
-    """[blocks, blocks]: whether a block of keys is seen by a later one of queries."""
-    return None if mask is None else mask.bool().t().triu(1)
+def _lists(mask: Tensor, of_keys: bool) -> tuple[Tensor, Tensor]:
+    """[blocks, blocks] and [blocks] int32: the earlier blocks of keys that each block of queries sees, and their number;
+    with `of_keys` the later blocks of queries that see each block of keys."""
+    blocks = len(mask)
+    lists, counts = (mask.new_empty(shape, dtype=torch.int32) for shape in ((blocks, blocks), (blocks,)))
+    strides = mask.stride()[::-1] if of_keys else mask.stride()
+    _list_kernel[blocks,](mask, lists, counts, blocks, *strides, of_keys, triton.next_power_of_2(blocks))
+    return lists, counts
 
 
 def _tiles(usual: Tiles, q: Tensor, mask: Tensor | None) -> Tiles:
@@ -357,15 +385,13 @@ def _launch(
     given: tuple[TensorDescriptor | Tensor, ...],
     qkv: tuple[Tensor, Tensor, Tensor],
     scale: float,
-    seen: Tensor | None,  # [blocks, blocks] bool
+    mask: Tensor | None,
+    of_keys: bool = False,
 ) -> None:
     q, k, _ = qkv
-    if seen is None:
-        lists = (q, q)  # not read
-    else:  # of each block those it meets, first
-        lists = (seen.logical_not().byte().argsort(dim=1, stable=True).int(), seen.sum(1, dtype=torch.int32))
+    lists = (q, q) if mask is None else _lists(mask, of_keys)  # without a mask not read
     kernel[grid](
-        *given, *lists, scale, len(q), 0 if seen is None else seen.shape[1], *(x.stride(0) for x in qkv),
+        *given, *lists, scale, len(q), 0 if mask is None else len(mask), *(x.stride(0) for x in qkv),
         q.shape[1], k.shape[1], q.shape[2], _padded(q.shape[2]),
-        tiles.queries, tiles.keys, seen is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        tiles.queries, tiles.keys, mask is not None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
