@@ -4,6 +4,7 @@ Only rank 0 samples, so sampling parameters, beams and masks stay there. Both en
 """
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
@@ -30,7 +31,7 @@ def encode_step(step: Step, blobs: Sequence[Blob] = ()) -> tuple[bytes, ...]:
     ]  # fmt: skip
     message = (
         step.step_id,
-        [getattr(step, name) for name in _ARRAYS],
+        [getattr(step, name).tobytes().hex() for name in _ARRAYS],  # faster than lists
         starts,
         [(draft.row, draft.position, draft.token_ids, draft.parents) for draft in step.drafts],
         None if step.moves is None else astuple(step.moves),
@@ -48,7 +49,8 @@ def decode_step(data: bytes) -> tuple[Step, list[Any]]:
     """
     try:
         step_id, arrays, starts, drafts, moves, evictions, loads, described = json.loads(data)
-        fixed: dict[str, Any] = {name: ints(values) for name, values in zip(_ARRAYS, arrays, strict=True)}
+        decoded = (array("i", bytes.fromhex(values)) for values in arrays)
+        fixed: dict[str, Any] = dict(zip(_ARRAYS, decoded, strict=True))
         step = Step(
             step_id=step_id,
             starts=tuple(_start(*start) for start in starts),
