@@ -451,6 +451,10 @@ def test_invariant_products_agree_and_rows_do_not_depend_on_their_number(kernel:
     for module in kernel:
         whole = module.linear(x, weight)
         assert torch.equal(module.linear(x[65:66], weight), whole[65:66])
+        sums = module.linear(x[:, :64].contiguous(), weight[:, :64].contiguous(), sums=torch.zeros(70, 90))
+        module.linear(x[:, 64:].contiguous(), weight[:, 64:].contiguous(), sums=sums)
+        torch.testing.assert_close(sums, whole, rtol=1e-4, atol=1e-4)
+        assert module is reference or torch.equal(sums, whole)
 
 
 @_parametrize("fp8_rows")

@@ -1,10 +1,14 @@
 """Collectives of real processes, and the bytes that they count."""
 
+import math
 import mmap
 import multiprocessing
 import os
+import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ from quire.kernels import native
 from quire.kernels.collective import cpu
 from quire.kernels.native import Tape
 from quire.parallel.group import LARGEST, Group
-from quire.parallel.processes import SharedGroup, TorchGroup, shared_file
+from quire.parallel.processes import SharedGroup, SymmetricGroup, TorchGroup, shared_file
+from quire.quant.full import FullPrecision
 
 needs_native = pytest.mark.skipif(not native.available(), reason="shared memory needs the native kernels")
 WIDTHS = (3, 1, 4)
@@ -106,6 +111,44 @@ def test_gloo_gives_the_same(tmp_path):
     _check_kinds(_run(_all_kinds, _gloo, str(tmp_path), 2), 2)
 
 
+class _Mapped:
+    """What torch's handle does, over the memory of threads."""
+
+    def __init__(self, memory: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self._memory, self._barrier = memory, barrier
+
+    def barrier(self) -> None:
+        time.sleep(0.002 * random.random())
+        self._barrier.wait(60)
+        time.sleep(0.002 * random.random())
+
+    def get_buffer(
+        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        return self._memory[rank].view(dtype)[offset : offset + math.prod(shape)].view(shape)
+
+
+def _symmetric(group: SymmetricGroup) -> None:
+    rank, size = group.rank, group.size
+    for turn in range(20):
+        whole = group.gather(torch.full((5, WIDTHS[rank]), turn + rank * 100.0), WIDTHS[:size], "a")
+        if rank == 0:
+            wanted = [turn + 100.0 * each for each in range(size) for _ in range(WIDTHS[each])]
+            assert whole.tolist() == [wanted] * 5
+        assert group.broadcast(torch.full((3,), turn + rank), "b").tolist() == [turn] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gpus_take_turns_with_the_memory_that_all_read(monkeypatch, size):
+    monkeypatch.setattr("quire.parallel.processes.SUMS", 64)
+    monkeypatch.setattr("quire.parallel.processes.TURN", 32)  # of a gather that takes several turns
+    memory = [torch.zeros(128, dtype=torch.uint8) for _ in range(size)]
+    handle = _Mapped(memory, threading.Barrier(size))
+    groups = [SymmetricGroup(rank, size, memory[rank], handle) for rank in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(_symmetric, groups))
+
+
 def _many_sent(group: Group) -> int:
     for turn in range(40):
         if group.rank == 0:
@@ -117,6 +160,26 @@ def _many_sent(group: Group) -> int:
 
 def test_gloo_keeps_few_of_the_tensors_that_were_sent(tmp_path):
     assert max(_run(_many_sent, _gloo, str(tmp_path), 2)) <= 5
+
+
+def _joined(group: Group) -> list[list[float]]:
+    """Of deterministic GEMMs, of which the ranks have 64 and 128 columns."""
+    torch.manual_seed(0)
+    x, weight, bias, residual = torch.randn(3, 192), torch.randn(10, 192), torch.randn(10), torch.randn(3, 10)
+    mine = slice(0, 64) if group.rank == 0 else slice(64, 192)
+    matrix = FullPrecision(torch.float32, torch.device("cpu"), True).matrix(10, mine.stop - mine.start)
+    matrix.load_rows(0, weight[:, mine])
+    y = matrix.joined(x[:, mine].contiguous(), bias, residual.clone(), group, "a")
+    torch.testing.assert_close(y, x @ weight.T + bias + residual)
+    return y.tolist()
+
+
+@needs_native
+def test_each_rank_goes_on_with_the_sums_of_the_ranks_before():
+    descriptor = shared_file(SharedGroup.num_bytes(cpu, 2))
+    first, second = _run(_joined, _shared, descriptor, 2)
+    assert first == second
+    os.close(descriptor)
 
 
 def _taped(group: Group) -> tuple[list[float], dict[tuple[str, str], int]]:

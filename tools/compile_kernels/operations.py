@@ -43,6 +43,7 @@ def launch_operations(recorder: Recorder) -> None:
         _adapters,
         _trees,
         _away,
+        _ranks,
         _measured_attention,
         _training,
     ):
@@ -134,6 +135,15 @@ def _away(recorder: Recorder) -> None:
         x, weights = _halves(tokens, 2048), torch.empty(tokens, 8, device=META)
         routing = Routing(ints(tokens, 8), weights, None)
         kernel.experts(x, *stacks[0], routing, x, away=AwayExperts(*stacks[1], ints(128)))
+
+
+def _ranks(recorder: Recorder) -> None:
+    recorder.case = "deterministic GEMMs of ranks"
+    kernel: Any = registry.load("invariant_linear", "triton")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tokens, rows, columns in ((64, 4096, 7168), (1, 576, 384), (200, 576, 192)):
+            x, weight = (torch.empty(n, columns, dtype=dtype, device=META) for n in (tokens, rows))
+            kernel.linear(x, weight, sums=torch.empty(tokens, rows, device=META))
 
 
 def _measured_attention(recorder: Recorder) -> None:

@@ -37,8 +37,6 @@ class Group:
         self._counters = np.zeros(len(KINDS) * MAX_TAGS, np.int64)  # payload bytes
         self.check: Callable[[], None] = lambda: None  # raises if a rank is gone
 
-    # ------------------------------------------------------------------ collectives
-
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         """x, dense, becomes the sum (or the largest value) over all ranks; returns x."""
         self._count("all_reduce", tag, x.nbytes)
@@ -72,8 +70,6 @@ class Group:
         gathered = self.all_gather(own, (1,) * self.size, "start")
         self.check()
         return [int(number) for number in gathered.flatten()]
-
-    # ------------------------------------------------------------------ bytes
 
     def traffic(self) -> dict[tuple[str, str], int]:
         """Bytes that this rank moved, by kind and tag: `factor` times the payload, as an integer."""

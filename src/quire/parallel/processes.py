@@ -22,7 +22,7 @@ from quire.parallel.group import LARGEST, SUM, Group
 SHARED_FOLDER = "/dev/shm"
 START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
 BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
-BUFFER = 32 << 20  # bytes of each GPU's rank that others read
+SUMS, TURN = 32 << 20, 16 << 20  # bytes of each GPU's rank that others read: for a sum, for another exchange
 ONE_SHOT = 512 << 10  # bytes up to which every rank reads all: longer sums are divided among the ranks
 REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
 log = get_logger(__name__)
@@ -174,59 +174,62 @@ class TorchGroup(Group):
 
 
 class SymmetricGroup(Group):
-    """Each rank has a buffer that all others map. A message goes there; kernels wait for each other on the device.
+    """Each rank has memory that all others map. A message goes there; kernels wait for each other on the device.
 
-    Bytes are counted where Python calls: a CUDA graph that is replayed counts once, when it is captured.
+    Sums have the first part of it and wait at both ends. Other exchanges take turns with two parts and wait once: who
+    comes to the next one has read what this one brought. So a CUDA graph may hold sums only. It counts its bytes once,
+    when it is captured.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symm_mem  # not every torch has it
-
+    def __init__(self, rank: int, size: int, memory: Tensor, handle: Any, name: str = "") -> None:
+        """`memory`: SUMS + 2 * TURN bytes, of which `handle` knows every rank's; torch calls the group `name`."""
         super().__init__(rank, size)
-        world = dist.group.WORLD
-        assert world is not None, "the ranks have met"
-        self._name = world.group_name
-        self._memory = symm_mem.empty(BUFFER, dtype=torch.uint8, device=device)
-        self._handle = symm_mem.rendezvous(self._memory, world)
+        self._memory, self._handle, self._name = memory, handle, name
+        self._turn = 0
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
-        if how != SUM or x.dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"a {how} over GPUs takes float32 or bfloat16, not {x.dtype}")
-        flat, most = x.view(-1), BUFFER // x.element_size()
-        for piece in flat.split(most):
-            own = self._memory.view(x.dtype)[: piece.numel()]
-            own.copy_(piece)
+        """In the order of ranks, so that all of them get the same bits."""
+        if how != SUM or not x.is_floating_point():
+            raise TypeError(f"a {how} over GPUs takes floating point, not {x.dtype}")
+        known = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+        for piece in known.view(-1).split(SUMS // known.element_size()):
+            own = self._memory[:SUMS].view(piece.dtype)[: piece.numel()]
             if piece.nbytes <= ONE_SHOT:
-                piece.copy_(torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._name))
+                torch.ops.symm_mem.one_shot_all_reduce_copy_out(own, piece, "sum", self._name, piece)
             else:
+                own.copy_(piece)
                 torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self._name)
                 piece.copy_(own)
+        if known is not x:
+            x.copy_(known)
         return super().all_reduce(x, tag, how)
 
     def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
-        most = BUFFER // (max(widths) * x.element_size())  # rows at a time
+        most = TURN // (max(widths) * x.element_size())  # rows at a time
         whole = x.new_empty(x.shape[0], sum(widths)) if wanted else x
         for first in range(0, x.shape[0], most):
             rows = x[first : first + most]
-            self._memory.view(x.dtype)[: rows.numel()].view(rows.shape).copy_(rows)
-            self._handle.barrier()
+            offset = self._exchange(rows)
             if wanted:
-                parts = [
-                    self._handle.get_buffer(rank, (rows.shape[0], width), x.dtype)
-                    for rank, width in enumerate(widths)
-                ]
+                shapes = [(rows.shape[0], width) for width in widths]
+                parts = [self._handle.get_buffer(i, shape, x.dtype, offset) for i, shape in enumerate(shapes)]
                 torch.cat(parts, dim=1, out=whole[first : first + most])
-            self._handle.barrier()  # until all have read, nothing is written
         return whole
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
-        if self.rank == 0:
-            self._memory.view(x.dtype)[: x.numel()].copy_(x.view(-1))
-        self._handle.barrier()
+        offset = self._exchange(x if self.rank == 0 else x[:0])
         if self.rank > 0:
-            x.view(-1).copy_(self._handle.get_buffer(0, (x.numel(),), x.dtype))
-        self._handle.barrier()
+            x.copy_(self._handle.get_buffer(0, x.shape, x.dtype, offset))
         return super().broadcast(x, tag)
+
+    def _exchange(self, x: Tensor) -> int:
+        """Shows x to the others, and waits for what they show: at this offset, in elements."""
+        first = SUMS + self._turn * TURN
+        self._turn = 1 - self._turn
+        if len(x):
+            self._memory[first : first + TURN].view(x.dtype)[: x.numel()].view(x.shape).copy_(x)
+        self._handle.barrier()
+        return first // x.element_size()
 
     def abort(self, why: str = "") -> None:
         """A kernel that waits for a rank cannot be ended: the process is, and its supervisor starts another."""
@@ -234,10 +237,15 @@ class SymmetricGroup(Group):
         os._exit(1)
 
 
-def device_groups(path: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
-    """The group of tensors on `device`, and one for tensors on the CPU. `path`: a file for the ranks to meet at."""
+def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
+    """The group of tensors on `device`, and one for tensors on the CPU. `name`: no group before had it."""
     nccl = os.environ.get(BACKEND) == "nccl"
-    from torch._C._distributed_c10d import FileStore  # not every torch has it
+    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
+    if nccl:
+        return host, host
+    from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory  # not every torch has them
 
-    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", FileStore(path, size), rank, size)
-    return host if nccl else SymmetricGroup(rank, size, device), host
+    # with a name of its own: torch keeps what it knows of a process group's for later ones of the same name
+    _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
+    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
+    return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host

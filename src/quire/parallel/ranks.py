@@ -95,8 +95,6 @@ class RankProcesses:
                 process.kill()
                 process.wait()
 
-    # ------------------------------------------------------------------ watching, in a thread
-
     def _watch(self) -> None:
         beats = [time.monotonic() + START_SECONDS] * len(self._reports)  # the last of each rank
         while self._fault is None:

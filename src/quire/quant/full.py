@@ -89,8 +89,17 @@ class InvariantMatrix(FullMatrix):
     def joined(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, group: Group, tag: str
     ) -> Tensor:
-        """Sums over ranks are of float32, and rounded once: as near to one rank's result as an order of sums allows."""
-        y = group.all_reduce(self._kernel.linear(x, self._weight, dtype=torch.float32), tag)
+        """One rank's bits: each rank goes on with the sums of the ranks before, in float32.
+
+        Only where ranks begin at multiples of 64 columns, as heads of 64 or 128 do.
+        """
+        y = x.new_zeros(x.shape[0], self.num_rows, dtype=torch.float32)
+        for rank in range(group.size):
+            if rank == group.rank:
+                self._kernel.linear(x, self._weight, sums=y)
+            elif rank > 0:
+                y.zero_()
+            y = group.all_reduce(y, tag)  # all others' are zeros
         y = y if bias is None else y.add_(bias)
         return (y if residual is None else y.add_(residual)).to(x.dtype)
 

@@ -177,6 +177,6 @@ class RankedRunner:
 
     def close(self) -> None:
         self._local.log_end()
+        self._local.close()  # while the peers live: a kernel of an open step waits for them
         self._peers.close()
-        self._local.close()
         self._local.part.close()

@@ -74,7 +74,10 @@ def rank_part(
     device = plan.precision.device
     if device.type == "cuda":
         size = plan.config.parallel.num_ranks
-        group, everyone = device_groups(store, rank, size, device)
+        from torch._C._distributed_c10d import FileStore  # not every torch has it
+
+        meeting = _met(FileStore(store, size), rank, size, check)
+        group, everyone = device_groups(meeting, store, rank, size, device)
         return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
     if not native.available():
         raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
@@ -88,14 +91,10 @@ def rank_part(
 
         host, _, port = store.rpartition(":")
         own = os.dup(memory) if rank == 0 else None
-        meeting = TCPStore(
+        listening = TCPStore(
             host or "localhost", int(port), None, rank == 0, START, False, master_listen_fd=own
         )
-        meeting.set(str(rank), "")
-        names = [str(each) for each in range(parallel.num_ranks)]
-        while rank == 0 and not meeting.check(names):  # until all are there, one of which may fail before
-            check()
-            time.sleep(0.05)
+        meeting = _met(listening, rank, parallel.num_ranks, check)
         all_ranks = TorchGroup("gloo", meeting, rank, parallel.num_ranks)
         stages = [range(first, first + size) for first in range(0, parallel.num_ranks, size)]
         rings = [range(first, parallel.num_ranks, size) for first in range(size)]
@@ -108,6 +107,16 @@ def rank_part(
         collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
     )
     return RankPart(cut, group, ring, layers, everyone)
+
+
+def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
+    """The store, once all are there, one of which may fail before."""
+    store.set(str(rank), "")
+    names = [str(each) for each in range(size)]
+    while rank == 0 and not store.check(names):
+        check()
+        time.sleep(0.05)
+    return store
 
 
 def _meeting_place(parallel: ParallelConfig) -> tuple[int, str]:
@@ -132,7 +141,7 @@ def _shared_bytes(parallel: ParallelConfig) -> int:
 
 
 def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """With the device of this rank: each has a GPU of its own."""
+    """With the device of this rank: each has a GPU of its own, or a share of one."""
     size, device = config.parallel.ranks_on_machine, resolve_device(config.runner.device)
     if device.type != "cuda":
         return config
@@ -143,7 +152,9 @@ def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
             f"set {SHARED_CARD}=1 to let ranks share a card"
         )
     torch.cuda.set_device(rank % count)
-    return replace(config, runner=replace(config.runner, device=f"cuda:{rank % count}"))
+    share = config.memory.gpu_memory_utilization / -(-size // count)
+    memory = replace(config.memory, gpu_memory_utilization=share)
+    return replace(config, memory=memory, runner=replace(config.runner, device=f"cuda:{rank % count}"))
 
 
 def _check(config: EngineConfig, model: ModelConfig) -> None:

@@ -19,15 +19,18 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """As the reference; with `residual`, the result overwrites it."""
+    """As the reference; with `residual`, the result overwrites it. Columns before `sums` are a multiple of 64."""
     tokens, depth = x.shape
     columns = weight.shape[0]
-    out = residual if residual is not None else x.new_empty(tokens, columns, dtype=dtype or x.dtype)
+    out = sums if sums is not None else residual
+    if out is None:
+        out = x.new_empty(tokens, columns, dtype=dtype or x.dtype)
     grid = (triton.cdiv(tokens, _ROWS) * triton.cdiv(columns, _COLUMNS),)
     _linear[grid](
         x, weight, bias, out, tokens, columns, depth, x.stride(0), weight.stride(0), out.stride(0),
-        bias is not None, residual is not None, x.dtype is torch.float32,
+        bias is not None, residual is not None, sums is not None, x.dtype is torch.float32,
         _ROWS, _COLUMNS, _DEPTH, _GROUP, num_warps=4, num_stages=4 if x.dtype is not torch.float32 else 2,
     )  # fmt: skip
     return out
@@ -36,7 +39,7 @@ def linear(
 @triton.jit
 def _linear(
     x, weight, bias, out, num_tokens, num_columns, depth, x_stride, weight_stride, out_stride,
-    BIAS: tl.constexpr, ADD: tl.constexpr, EXACT: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, CONTINUE: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_row_tiles = tl.cdiv(num_tokens, ROWS)
@@ -51,7 +54,11 @@ def _linear(
     step = tl.arange(0, DEPTH)
     left = x + row.to(tl.int64)[:, None] * x_stride + step[None, :]
     right = weight + column.to(tl.int64)[None, :] * weight_stride + step[:, None]
+    target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    inside = real_row[:, None] & real_column[None, :]
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if CONTINUE:
+        sums = tl.load(target, mask=inside, other=0.0)
     for first in range(0, depth, DEPTH):
         known = step < depth - first
         a = tl.load(left + first, mask=real_row[:, None] & known[None, :], other=0.0)
@@ -59,8 +66,6 @@ def _linear(
         sums = tl.dot(a, b, sums, input_precision="ieee" if EXACT else None)
     if BIAS:
         sums += tl.load(bias + column, mask=real_column, other=0.0).to(tl.float32)[None, :]
-    target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    inside = real_row[:, None] & real_column[None, :]
     if ADD:
         sums += tl.load(target, mask=inside, other=0.0).to(tl.float32)
     tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
