@@ -60,6 +60,13 @@ def test_splits_fill_the_processors() -> None:
     assert cuda.best_splits(blocks=32, chunks=224, tile=64, processors=132) in range(3, 9)
 
 
+def test_splits_of_a_cluster_fill_one_round() -> None:
+    assert cuda.joined_splits(blocks=224, chunks=64, processors=132) == 1
+    assert cuda.joined_splits(blocks=48, chunks=64, processors=132) == 2
+    assert cuda.joined_splits(blocks=32, chunks=224, processors=132) == 4
+    assert cuda.joined_splits(blocks=1, chunks=2, processors=132) == 1
+
+
 def test_a_kernel_for_one_token_leaves_room_for_the_next() -> None:
     assert cuda.shared_out(at_once=4, shared_bytes=48 << 10) == 2
     assert cuda.shared_out(at_once=3, shared_bytes=66 << 10) == 2
