@@ -322,7 +322,7 @@ def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) 
     names: dict[str, int | str] = {
         "HALF": int(dtype is torch.float16), "CODE": kind.code, "ZERO": kind.zero, "GROUPS": kind.groups,
         "WIDTH": max(1, kind.group // CHUNK),
-        "MINS": int(kind.mins), "SUPER": int(kind.superblocks), "SCALE": scale,
+        "MINS": int(kind.mins), "SUPER": int(kind.superblocks), "SCALE": scale, "RING_BYTES": RING_BYTES,
     }  # fmt: skip
     if kind.codes:
         bits = torch.tensor(kind.codes).to(dtype).view(torch.int16).tolist()

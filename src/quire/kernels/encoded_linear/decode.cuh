@@ -15,6 +15,7 @@
 //   WIDTH    tiles that a group is wide
 //   MINS     1: a group has a minimum to subtract
 //   SUPER    1: scales and minimums are bytes, times 16-bit floats per 256 columns
+//   RING_BYTES  of few_rows.cuh
 //   SCALE    type of scales: 0 float32, 1 float16, 2 bfloat16
 
 typedef unsigned int u32;

@@ -4,7 +4,7 @@
 // tensor cores with x as operand B, and adds its sums to the other warps' in a fixed order.
 
 constexpr int kFewWarps = 8;
-constexpr int kRingBytes = 40960;  // of a block and tile, about
+constexpr int kRingBytes = RING_BYTES;  // of a block and tile, about
 
 __device__ inline void mma(float* d, const u32* a, u32 b0, u32 b1) {
 #if HALF
