@@ -103,6 +103,8 @@ def test_products_agree_with_decoded_rows(name: str, dtype: torch.dtype) -> None
         again = torch.full_like(residual, torch.nan)
         product.linear(x, again, None, residual)
         assert torch.equal(out, again)
+        product.linear(x, residual_again := residual.clone(), None, residual_again)
+        assert relative(residual_again, x.float() @ whole.T + residual.float()) < 1e-2
 
 
 def relative(result: Tensor, expected: Tensor) -> float:

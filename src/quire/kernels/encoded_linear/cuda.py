@@ -94,7 +94,7 @@ class CudaProduct:
         self._kernels: dict[torch.dtype, Kernels] = {}
 
     def linear(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-        """out [T, rows] in x's type or float32, which may be the residual."""
+        """out [T, rows] in x's type or float32; in x's type it may be the residual."""
         tokens = x.shape[0]
         if tokens == 0:
             return
@@ -164,7 +164,10 @@ class CudaProduct:
         weight = x.new_empty(rows, columns)
         arguments = self._arguments(x, weight, None, None)
         self._bound(x).expand((-(-rows // TILE), -(-columns // CHUNK // 8)), 256, arguments)
-        if out.dtype is x.dtype:
+        if residual is not None and residual.data_ptr() == out.data_ptr():
+            out.addmm_(x, weight.t())
+            residual = None
+        elif out.dtype is x.dtype:
             torch.mm(x, weight.t(), out=out) if out.is_contiguous() else out.copy_(x @ weight.t())
         else:
             out.copy_(torch.mm(x, weight.t(), out_dtype=torch.float32))
