@@ -60,6 +60,20 @@ def test_splits_fill_the_processors() -> None:
     assert cuda.best_splits(blocks=32, chunks=224, tile=64, processors=132) in range(3, 9)
 
 
+def test_splits_of_a_cluster_fill_one_round() -> None:
+    assert cuda.joined_splits(blocks=224, chunks=64, processors=132) == 1
+    assert cuda.joined_splits(blocks=48, chunks=64, processors=132) == 2
+    assert cuda.joined_splits(blocks=32, chunks=224, processors=132) == 4
+    assert cuda.joined_splits(blocks=1, chunks=2, processors=132) == 1
+
+
+def test_a_kernel_for_one_token_leaves_room_for_the_next() -> None:
+    assert cuda.shared_out(at_once=4, shared_bytes=48 << 10) == 2
+    assert cuda.shared_out(at_once=3, shared_bytes=66 << 10) == 2
+    assert cuda.shared_out(at_once=2, shared_bytes=85 << 10) == 1
+    assert cuda.shared_out(at_once=1, shared_bytes=200 << 10) == 1
+
+
 def test_every_ring_has_a_slot() -> None:
     """Scales in float32 for every 16 or 32 columns make the largest slots."""
     for name in (*SCHEMES, "int4-g32z", "int4-g16z", "int8-1x16", "int8-1x32", "fp8-1x16"):
@@ -89,6 +103,8 @@ def test_products_agree_with_decoded_rows(name: str, dtype: torch.dtype) -> None
         again = torch.full_like(residual, torch.nan)
         product.linear(x, again, None, residual)
         assert torch.equal(out, again)
+        product.linear(x, residual_again := residual.clone(), None, residual_again)
+        assert relative(residual_again, x.float() @ whole.T + residual.float()) < 1e-2
 
 
 def relative(result: Tensor, expected: Tensor) -> float:

@@ -123,11 +123,12 @@ class EncodedMatrix(Matrix):
     ) -> Tensor:
         assert self._segments, "a matrix must be loaded before it is used"
         on_cpu = x.device.type == "cpu"  # where a tape may record the product
-        y = (
-            native.empty(x.shape[0], self.num_rows, dtype=dtype)
-            if on_cpu
-            else torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
-        )
+        if on_cpu:
+            y = native.empty(x.shape[0], self.num_rows, dtype=dtype)
+        elif residual is not None and all(segment.product is not None for segment in self._segments):
+            y = residual  # each number is read before it is overwritten
+        else:
+            y = torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
         for segment in self._segments:
             rows = slice(segment.first_row, segment.last_row)
             out, added = y[:, rows], None if residual is None else residual[:, rows]

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels import choose
 from quire.kernels.registry import load
+from quire.quant.encoded_matrix import LowBit
 from quire.quant.format import Matrix, NumberFormat, check_state
 from quire.quant.full import FullMatrix
 
@@ -102,4 +103,9 @@ class Fp8(NumberFormat):
         return Fp8Matrix(num_rows, num_columns, self.activation_dtype, self._device)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)
+        """int8 per channel on a GPU, as int4 has it, and activations are not rounded: float8 has fewer bits."""
+        if self._device.type != "cuda":
+            return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)
+        low = LowBit(self.name, (), self.activation_dtype, self._device)
+        low.gemm = self.gemm
+        return low.head(num_rows, num_columns)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.dependents import launch_dependents
+from quire.kernels.dependents import EARLY, launch_dependents, wait_for_results
 
 BLOCK = 1024  # elements per program, 8 per thread: one 16-byte access in half precision
 
@@ -26,6 +26,7 @@ def _activated(wide, KIND: tl.constexpr):
 @triton.jit
 def _gate_kernel(x, out, width, x_stride, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
     launch_dependents()
+    wait_for_results()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -104,7 +105,7 @@ def _gated(x: Tensor, out: Tensor | None, kind: int) -> Tensor:
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         _gate_kernel[(rows, -(-width // BLOCK), 1)](
-            x, out, width, x.stride(0), out.stride(0), kind, BLOCK, num_warps=4
+            x, out, width, x.stride(0), out.stride(0), kind, BLOCK, num_warps=4, **EARLY
         )
     return out
 

@@ -19,6 +19,7 @@ from quire.kernels.attention.triton_tile import (
     visible_keys,
     with_sinks,
 )
+from quire.kernels.dependents import EARLY, launch_dependents, wait_for_results
 
 SUMS_AT_ONCE = 64  # partial sums × heads that a reduction holds in registers
 USUAL_HEAD = 128  # wider heads hold fewer at once, to fit the registers
@@ -41,6 +42,7 @@ def decode(
         TILE=tuning.decode_tile, WINDOW=plan.window, SCALED=scales.exist, FUSED=tuning.fused_reduction,
         SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
         num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, maxnreg=tuning.decode_registers,
+        **EARLY,
     )  # fmt: skip
     if not tuning.fused_reduction:
         reduce_pieces(plan, num_heads, head_dim, out, sinks)
@@ -106,6 +108,8 @@ def _decode_kernel(
     WINDOW: tl.constexpr, SCALED: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr, CAP: tl.constexpr,
     SLOPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
+    launch_dependents()
+    wait_for_results()
     # Heads of one piece are neighbours: they read the same pages at the same time.
     index = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS

@@ -136,11 +136,48 @@ def adjusted(scores, slopes, positions, start, CAP: tl.constexpr, SLOPED: tl.con
     return scores
 
 
+# Four signed bytes to bfloat16, exactly: the low seven bits are the mantissa of 128 + low; 128 is subtracted again, or
+# 256 of a negative byte. And to float16, where 1024 + 128 + byte has room for all eight.
+_BYTES_TO_BFLOAT16 = tl.constexpr("""{
+.reg .b32 pair, low, less, ones;
+mov.b32 ones, 0x3f803f80;
+prmt.b32 pair, $2, 0, 0x4140;
+lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 less, pair, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $0, low, ones, less;
+prmt.b32 pair, $2, 0, 0x4342;
+lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 less, pair, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $1, low, ones, less;
+}""")
+_BYTES_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 bytes, pair, less;
+mov.b32 less, 0x64806480;
+xor.b32 bytes, $2, 0x80808080;
+prmt.b32 pair, bytes, 0x64646464, 0x4140;
+sub.rn.f16x2 $0, pair, less;
+prmt.b32 pair, bytes, 0x64646464, 0x4342;
+sub.rn.f16x2 $1, pair, less;
+}""")
+
+
 @triton.jit
 def as_operand(stored, q):
-    """A tile of pages in the type of q. The interpreter cannot convert whole numbers to bfloat16."""
+    """A tile of pages in the type of q. The interpreter cannot convert whole numbers to bfloat16.
+
+    Bytes are converted before Triton orders them for the tensor cores (not "pure", or it would exchange the two): it
+    orders V's byte by byte, and 16-bit numbers as whole matrices.
+    """
     if INTERPRETED:
         return stored.to(tl.float32)
+    elif stored.dtype == tl.int8 and q.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _BYTES_TO_BFLOAT16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
+    elif stored.dtype == tl.int8 and q.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _BYTES_TO_FLOAT16, "=r,=r,r", [stored], dtype=tl.float16, is_pure=False, pack=4
+        )
     else:
         return stored.to(q.dtype)
 

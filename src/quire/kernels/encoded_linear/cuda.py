@@ -29,6 +29,7 @@ FEW = 8  # tokens up to which a block walks along whole rows
 FEW_INTEGERS = 16  # the same for int4 without minimums, which takes the fewest instructions
 TOKEN_TILES = (32, 64, 128, 256)  # of the kernel for many tokens
 STAGES = {32: 6, 64: 6, 128: 6, 256: 5}
+CLUSTERED = (128, 256)  # tiles whose blocks work together (many_rows.cuh)
 MANY = 512  # tokens beyond which a decoded weight and cuBLAS are faster
 THREADS = 256  # of a block for few tokens
 # Kernels for few tokens by tiles of 8 tokens (0: one token, kept in shared memory) and by tiles of rows.
@@ -42,7 +43,13 @@ FEW_KERNELS = {
 }
 ONE_BYTES = 65536  # of the token, at most
 RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
+# Of a multiprocessor, for the blocks of one kernel for few tokens: the next kernel's begin to fetch in the rest of it
+# while this one ends. An estimate: what must be on its way to keep memory busy, twice.
+SHARE_BYTES = 139264
 SPLIT_BYTES = 12  # how much a split's partial sums count against rounds of blocks; an estimate, not tuned
+JOINING_CHUNKS = (
+    6  # what beginning, and adding up in a cluster, take in the time of a chunk; an estimate, not tuned
+)
 
 layout, pack, decode = formats.layout, formats.pack, formats.decode
 
@@ -87,7 +94,7 @@ class CudaProduct:
         self._kernels: dict[torch.dtype, Kernels] = {}
 
     def linear(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-        """out [T, rows] in x's type or float32, which may be the residual."""
+        """out [T, rows] in x's type or float32; in x's type it may be the residual."""
         tokens = x.shape[0]
         if tokens == 0:
             return
@@ -133,13 +140,23 @@ class CudaProduct:
         arguments = self._arguments(x, ordered, None, None)
         arguments.out_stride = token_tiles * tile
         kernels.permute((-(-tokens * chunks * 2 // 256),), 256, arguments)
-        splits = best_splits(blocks * token_tiles, chunks, tile, kernels.num_processors)
-        partial = x.new_empty(splits, tokens, blocks * ROWS, dtype=torch.float32) if splits > 1 else None
+        clustered, joined = tile in CLUSTERED, 1
+        if clustered:
+            splits = joined = joined_splits(blocks * token_tiles, chunks, kernels.num_processors)
+        else:
+            splits = best_splits(blocks * token_tiles, chunks, tile, kernels.num_processors)
+        partial = x.new_empty(splits, tokens, blocks * ROWS, dtype=torch.float32) if splits > joined else None
         arguments = self._arguments(x, out, bias, residual)
         arguments.x, arguments.x_stride, arguments.splits = ordered.data_ptr(), token_tiles * tile, splits
         arguments.partial = 0 if partial is None else partial.data_ptr()
-        kernels.many[tile]((blocks, token_tiles, splits), 384, arguments)
-        if splits > 1:
+        grid = (blocks, token_tiles, splits)
+        if joined > 1:
+            kernels.joined[tile](grid, 384, arguments, cluster=(1, 1, splits))
+        elif clustered and blocks % 2 == 0:
+            kernels.paired[tile](grid, 384, arguments, cluster=(2, 1, 1))
+        else:
+            kernels.many[tile](grid, 384, arguments)
+        if splits > joined:
             kernels.reduce((-(-tokens * blocks * ROWS // 4 // 256),), 256, arguments)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -152,7 +169,10 @@ class CudaProduct:
 
     def _expanded(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         weight = self.weight(x.dtype)
-        if out.dtype is x.dtype:
+        if residual is not None and residual.data_ptr() == out.data_ptr():
+            out.addmm_(x, weight.t())
+            residual = None
+        elif out.dtype is x.dtype:
             torch.mm(x, weight.t(), out=out) if out.is_contiguous() else out.copy_(x @ weight.t())
         else:
             out.copy_(torch.mm(x, weight.t(), out_dtype=torch.float32))
@@ -226,6 +246,16 @@ def best_splits(blocks: int, chunks: int, tile: int, processors: int) -> int:
     return min(range(1, max(2, chunks // 4)), key=cost)
 
 
+def joined_splits(blocks: int, chunks: int, processors: int) -> int:
+    """The same where blocks of a cluster add up: fewer splits, but their sums never leave the chip."""
+
+    def cost(splits: int) -> int:
+        rounds = math.ceil(blocks * splits / processors)
+        return rounds * (math.ceil(chunks / splits) + (2 if splits == 1 else JOINING_CHUNKS))
+
+    return min((splits for splits in (1, 2, 4) if splits <= chunks // 4 or splits == 1), key=cost)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Of one format and activation type."""
@@ -236,15 +266,26 @@ class Kernels:
     permute: nvrtc.Kernel
     reduce: nvrtc.Kernel
     many: dict[int, nvrtc.Kernel]
+    paired: dict[int, nvrtc.Kernel]
+    joined: dict[int, nvrtc.Kernel]
     num_processors: int
 
-    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int, one: bool) -> None:
-        """Few tokens: as many blocks as run at once, which take tiles in turn. `one`: it is kept in shared memory."""
-        kernel, shared_bytes = self.few_tokens[0 if one else -(-arguments.tokens // 8), row_tiles]
-        if one:
+    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int, kept: bool) -> None:
+        """Few tokens: as many blocks as run at once, which take tiles in turn. `kept`: the one token is kept in shared
+        memory, and half of the device is left to the next kernel.
+        """
+        kernel, shared_bytes = self.few_tokens[0 if kept else -(-arguments.tokens // 8), row_tiles]
+        if kept:
             shared_bytes += arguments.chunks * CHUNK * 2 + arguments.chunks // 2 * self.pair_groups * 4
-        blocks = kernel.blocks_at_once(THREADS, shared_bytes) * self.num_processors
-        kernel((min(tiles, blocks),), THREADS, arguments, shared_bytes=shared_bytes)
+        at_once = kernel.blocks_at_once(THREADS, shared_bytes)
+        if kept:
+            at_once = shared_out(at_once, shared_bytes)
+        kernel((min(tiles, at_once * self.num_processors),), THREADS, arguments, shared_bytes=shared_bytes)
+
+
+def shared_out(at_once: int, shared_bytes: int) -> int:
+    """Of the blocks that a multiprocessor can hold at once, how many a kernel takes that leaves room for the next."""
+    return max(1, min((at_once + 1) // 2, SHARE_BYTES // shared_bytes))
 
 
 def ring_slots(slot_bytes: int, halved: bool) -> int:
@@ -267,14 +308,20 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
         ring = ring_slots(pair, tokens * rows == 4 or kind.code == BOOK) * pair * rows
         few[tokens, rows] = (module.kernel(name), ring + table)
     pair_groups = 1 if kind.groups == 0 or kind.group > CHUNK else 2 * kind.groups
-    many = {
-        tile: module.kernel(
-            f"many_{tile}", STAGES[tile] * (tile * 128 + 8 * 128 * kind.words + 8 * 32 * raw_words) + table
-        )
-        for tile in (TOKEN_TILES if hopper else ())
-    }
+    many, paired, joined = (
+        {
+            tile: module.kernel(
+                f"{name}_{tile}",
+                STAGES[tile] * (tile * 128 + 8 * 128 * kind.words + 8 * 32 * raw_words) + table,
+            )
+            for tile in (tiles if hopper else ())
+        }
+        for name, tiles in (("many", TOKEN_TILES), ("pair", CLUSTERED), ("joined", CLUSTERED))
+    )
     helpers = {name: module.kernel(name) for name in ("expand", "permute", "reduce")}
-    return Kernels(few, pair_groups, **helpers, many=many, num_processors=num_sms(device))
+    return Kernels(
+        few, pair_groups, **helpers, many=many, paired=paired, joined=joined, num_processors=num_sms(device)
+    )
 
 
 def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) -> str:
@@ -283,7 +330,7 @@ def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) 
     names: dict[str, int | str] = {
         "HALF": int(dtype is torch.float16), "CODE": kind.code, "ZERO": kind.zero, "GROUPS": kind.groups,
         "WIDTH": max(1, kind.group // CHUNK),
-        "MINS": int(kind.mins), "SUPER": int(kind.superblocks), "SCALE": scale,
+        "MINS": int(kind.mins), "SUPER": int(kind.superblocks), "SCALE": scale, "RING_BYTES": RING_BYTES,
     }  # fmt: skip
     if kind.codes:
         bits = torch.tensor(kind.codes).to(dtype).view(torch.int16).tolist()

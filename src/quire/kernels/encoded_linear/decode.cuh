@@ -15,6 +15,7 @@
 //   WIDTH    tiles that a group is wide
 //   MINS     1: a group has a minimum to subtract
 //   SUPER    1: scales and minimums are bytes, times 16-bit floats per 256 columns
+//   RING_BYTES  of few_rows.cuh
 //   SCALE    type of scales: 0 float32, 1 float16, 2 bfloat16
 
 typedef unsigned int u32;
@@ -300,9 +301,20 @@ __device__ inline void store_four(const Args& p, i64 token, int row, float4 four
     else *(uint2*)((u16*)p.out + at) = make_uint2(pair_of(four.x, four.y), pair_of(four.z, four.w));
 }
 
+// Where a row's scale lies: tiles follow one another in a block.
+__device__ inline int row_scale_at(int row) { return CODE == 81 ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2; }
+
 // What one scale per row multiplies, when a row's sum is whole.
 __device__ inline float row_scale(const Args& p, int row) {
     if (GROUPS != 0) return 1.0f;
-    const int at = CODE == 81 ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;  // tiles follow one another in a block
+    const int at = row_scale_at(row);
     return kPer == 2 ? ((const float*)p.scales)[at] : scale_of(((const u16*)p.scales)[at]);
+}
+
+// The same, read where it stands and not where it is used.
+__device__ inline float early_row_scale(const Args& p, int row) {
+    if (GROUPS != 0 || kPer == 1) return row_scale(p, row);
+    float scale;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scale) : "l"((const float*)p.scales + row_scale_at(row)));
+    return scale;
 }

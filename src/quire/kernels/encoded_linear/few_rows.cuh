@@ -4,7 +4,7 @@
 // tensor cores with x as operand B, and adds its sums to the other warps' in a fixed order.
 
 constexpr int kFewWarps = 8;
-constexpr int kRingBytes = 40960;  // of a block and tile, about
+constexpr int kRingBytes = RING_BYTES;  // of a block and tile, about
 
 __device__ inline void mma(float* d, const u32* a, u32 b0, u32 b1) {
 #if HALF
@@ -275,6 +275,11 @@ __device__ inline void few_rows(const Args& p) {
     // Weights depend on nothing: they are fetched while the kernel before ends.
 #pragma unroll 1
     for (int i = 0; i < kRing; ++i) fetch();
+    if (kOne && p.norm) {  // nor does the gain, which is not in the cache since its last step
+        for (int at = threadIdx.x * 64; at < p.x_chunks * kTileColumns; at += kFewWarps * 32 * 64) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm + at));
+        }
+    }
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const u16* x[NT];  // tokens beyond the last are read from it, and their results are not stored
@@ -307,7 +312,15 @@ __device__ inline void few_rows(const Args& p) {
     int slot = 0, turn = 0;
     u32 values[NT][16] = {};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
-        float y[MT][NT][4] = {};
+        float y[MT][NT][4] = {}, scale[MT];
+        if (kOne) {  // read now, so that a tile's end does not wait for memory
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                const int channel = tile * 16 + (int)threadIdx.x;
+                const bool stored = threadIdx.x < 16 && channel < p.rows / MT;
+                scale[m] = stored ? early_row_scale(p, channel + m * p.up_tile * 16) : 1.0f;
+            }
+        }
         for (int chunk = 2 * warp; chunk < p.chunks; chunk += 2 * kFewWarps) {
             float x_sums[kPairGroups][NT][4], one_sums[kPairGroups];
             if (kOne) {
@@ -358,7 +371,7 @@ __device__ inline void few_rows(const Args& p) {
             float total[MT] = {};
             for (int m = 0; m < MT; ++m) {
                 for (int v = 0; v < kFewWarps; ++v) total[m] += sums[turn][v][m][i];
-                total[m] *= factor * row_scale(p, channel + m * p.up_tile * 16);
+                total[m] *= factor * (kOne ? scale[m] : row_scale(p, channel + m * p.up_tile * 16));
             }
             if (MT == 2) {
                 if (p.bias) {

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.dependents import launch_dependents
+from quire.kernels.dependents import EARLY, launch_dependents, wait_for_results
 
 
 @triton.jit
@@ -22,6 +22,7 @@ def _norm_kernel(
     ONTO: the rounded result is added to what `out` holds.
     """
     launch_dependents()
+    wait_for_results()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -137,6 +138,6 @@ def _norm_rows(
         x, summed, weight, weight if bias is None else bias, out,
         tokens, x.stride(0), summed.stride(0), out.stride(0), eps,
         width, block, rows, residual is not None, bias is not None, centred, onto,
-        num_warps=warps,
+        num_warps=warps, **EARLY,
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependents import EARLY, launch_dependents, wait_for_results
 from quire.kernels.rotary import reference
 from quire.kernels.rotary.reference import rotate
 
@@ -33,6 +34,8 @@ def _rotate_kernel(
     SCALED: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token. A thread holds both partners of a pair, so that it may write in place."""
+    launch_dependents()
+    wait_for_results()
     token = tl.program_id(0).to(tl.int64)
     head = FIRST_HEAD + tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     slot = tl.load(slots + token).to(tl.int64)
@@ -132,5 +135,5 @@ def rotate_and_store(
         qkv.stride(0), table.stride(0), k_block, k_token, k_head, v_block, v_token, v_head, *scale_strides,
         num_heads, num_kv_heads, head_dim, half, k_pages.shape[1], first_head, cos_sin is not None,
         scaled, heads, half_block, rest_block,
-        num_warps=1 if few else 4,
+        num_warps=1 if few else 4, **EARLY,
     )  # fmt: skip
