@@ -243,9 +243,12 @@ def device_groups(store: Any, name: str, rank: int, size: int, device: torch.dev
     host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
     if nccl:
         return host, host
-    from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory  # not every torch has them
+    # not every torch has them
+    from torch._C._distributed_c10d import PrefixStore, _register_process_group, _SymmetricMemory
 
     # with a name of its own: torch keeps what it knows of a process group's for later ones of the same name
+    assert dist.group.WORLD is not None, "the ranks have met"
+    _register_process_group(name, dist.group.WORLD)
     _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
     memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
     return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host

@@ -103,7 +103,7 @@ def _tensor_map(x: Tensor) -> _TensorMap:
 
 @cache
 def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
-    module = nvrtc.Module(source(dtype), ())
+    module = nvrtc.Module(source(dtype), ("-default-device",))
     return module.kernel("keys", SHARED_BYTES), module.kernel("queries", SHARED_BYTES)
 
 
