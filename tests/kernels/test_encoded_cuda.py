@@ -67,13 +67,6 @@ def test_splits_of_a_cluster_fill_one_round() -> None:
     assert cuda.joined_splits(blocks=1, chunks=2, processors=132) == 1
 
 
-def test_a_kernel_for_one_token_leaves_room_for_the_next() -> None:
-    assert cuda.shared_out(at_once=4, shared_bytes=48 << 10) == 2
-    assert cuda.shared_out(at_once=3, shared_bytes=66 << 10) == 2
-    assert cuda.shared_out(at_once=2, shared_bytes=85 << 10) == 1
-    assert cuda.shared_out(at_once=1, shared_bytes=200 << 10) == 1
-
-
 def test_every_ring_has_a_slot() -> None:
     """Scales in float32 for every 16 or 32 columns make the largest slots."""
     for name in (*SCHEMES, "int4-g32z", "int4-g16z", "int8-1x16", "int8-1x32", "fp8-1x16"):

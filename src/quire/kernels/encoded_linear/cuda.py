@@ -43,9 +43,6 @@ FEW_KERNELS = {
 }
 ONE_BYTES = 65536  # of the token, at most
 RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
-# Of a multiprocessor, for the blocks of one kernel for few tokens: the next kernel's begin to fetch in the rest of it
-# while this one ends. An estimate: what must be on its way to keep memory busy, twice.
-SHARE_BYTES = 139264
 SPLIT_BYTES = 12  # how much a split's partial sums count against rounds of blocks; an estimate, not tuned
 JOINING_CHUNKS = (
     6  # what beginning, and adding up in a cluster, take in the time of a chunk; an estimate, not tuned
@@ -270,22 +267,13 @@ class Kernels:
     joined: dict[int, nvrtc.Kernel]
     num_processors: int
 
-    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int, kept: bool) -> None:
-        """Few tokens: as many blocks as run at once, which take tiles in turn. `kept`: the one token is kept in shared
-        memory, and half of the device is left to the next kernel.
-        """
-        kernel, shared_bytes = self.few_tokens[0 if kept else -(-arguments.tokens // 8), row_tiles]
-        if kept:
+    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int, one: bool) -> None:
+        """Few tokens: as many blocks as run at once, which take tiles in turn. `one`: it is kept in shared memory."""
+        kernel, shared_bytes = self.few_tokens[0 if one else -(-arguments.tokens // 8), row_tiles]
+        if one:
             shared_bytes += arguments.chunks * CHUNK * 2 + arguments.chunks // 2 * self.pair_groups * 4
-        at_once = kernel.blocks_at_once(THREADS, shared_bytes)
-        if kept:
-            at_once = shared_out(at_once, shared_bytes)
-        kernel((min(tiles, at_once * self.num_processors),), THREADS, arguments, shared_bytes=shared_bytes)
-
-
-def shared_out(at_once: int, shared_bytes: int) -> int:
-    """Of the blocks that a multiprocessor can hold at once, how many a kernel takes that leaves room for the next."""
-    return max(1, min((at_once + 1) // 2, SHARE_BYTES // shared_bytes))
+        blocks = kernel.blocks_at_once(THREADS, shared_bytes) * self.num_processors
+        kernel((min(tiles, blocks),), THREADS, arguments, shared_bytes=shared_bytes)
 
 
 def ring_slots(slot_bytes: int, halved: bool) -> int:
