@@ -1,4 +1,4 @@
-"""The backward pass on Hopper GPUs in CUDA C++ (`hopper.cuh`), for 16-bit inputs with heads of 128.
+"""dK and dV on Hopper GPUs in CUDA C++ (`hopper.cuh`), for 16-bit inputs with heads of 128.
 
 Two warpgroups a block overlap products with the arithmetic between them, which Triton's loop does not. Everything
 else is Triton's. Promises are those of the reference; sums have a fixed order.
@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels import nvrtc
 from quire.kernels.nvrtc import check, driver
 from quire.kernels.packed_attention import triton
-from quire.kernels.packed_attention.triton import forward, row_sums, rows_of_heads
+from quire.kernels.packed_attention.triton import forward, rows_of_heads
 
 __all__ = ["backward", "forward"]
 
@@ -30,14 +30,14 @@ class _TensorMap(ctypes.Structure):
 
 
 class _Maps(ctypes.Structure):
-    _fields_ = (("maps", _TensorMap * 4),)
+    _fields_ = tuple((name, _TensorMap) for name in ("k", "v", "q", "grad"))
 
 
 class _Arguments(ctypes.Structure):
     """`Args` of hopper.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("sums", "delta", "from_first", "from_second", "starts")),
+        *((name, c_void_p) for name in ("sums", "delta", "dk", "dv", "starts")),
         ("scale", c_float),
         *((name, c_int) for name in ("num_tokens", "heads", "kv_heads")),
     )
@@ -59,19 +59,12 @@ def backward(
     if mask is not None or not serves(q):
         return triton.backward(grad, q, k, v, out, sums, starts, max_len, scale, mask)
     grad, q, k, v = grad.contiguous(), rows_of_heads(q), rows_of_heads(k), rows_of_heads(v)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = row_sums(grad, out)
-    keys, queries = _kernels(q.dtype, q.device)
-    blocks, rows = -(-max_len // ROWS), len(starts) - 1
-    maps = {name: _tensor_map(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", grad))}
-    rest = (starts.data_ptr(), scale, q.shape[0], q.shape[1], k.shape[1])
-    for kernel, names, results, heads in (
-        (keys, "kvqg", (dk, dv), k.shape[1]),
-        (queries, "qgkv", (dq, None), q.shape[1]),
-    ):
-        targets = (None if x is None else x.data_ptr() for x in results)
-        arguments = _Arguments(sums.data_ptr(), delta.data_ptr(), *targets, *rest)
-        kernel((blocks, heads, rows), THREADS, _Maps((_TensorMap * 4)(*(maps[name] for name in names))), arguments)
+    dq, delta = triton.backward_queries(grad, q, k, v, out, sums, starts, max_len, scale)
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    grid = (-(-max_len // ROWS), k.shape[1], len(starts) - 1)
+    pointers = (x.data_ptr() for x in (sums, delta, dk, dv, starts))
+    arguments = _Arguments(*pointers, scale, q.shape[0], q.shape[1], k.shape[1])
+    _kernel(q.dtype, q.device)(grid, THREADS, _Maps(*map(_tensor_map, (k, v, q, grad))), arguments)
     return dq, dk, dv
 
 
@@ -102,9 +95,8 @@ def _tensor_map(x: Tensor) -> _TensorMap:
 
 
 @cache
-def _kernels(dtype: torch.dtype, device: torch.device) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
-    module = nvrtc.Module(source(dtype), ("-default-device",))
-    return module.kernel("keys", SHARED_BYTES), module.kernel("queries", SHARED_BYTES)
+def _kernel(dtype: torch.dtype, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Module(source(dtype), ()).kernel("keys", SHARED_BYTES)
 
 
 def source(dtype: torch.dtype) -> str:
@@ -116,10 +108,12 @@ def source(dtype: torch.dtype) -> str:
 
 def _pair_of(kind: str) -> str:
     """Two floats rounded to 16 bits, the first in the lower half, and each of them again."""
-    widen = 'float wide; asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)(%s))); return wide;'
-    low, high = ("return __uint_as_float(pair << 16);", "return __uint_as_float(pair & 0xffff0000u);")
+    low, high = "return __uint_as_float(pair << 16);", "return __uint_as_float(pair & 0xffff0000u);"
     if kind == "f16":
-        low, high = widen % "pair", widen % "pair >> 16"
+        low, high = (
+            f'float wide; asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)({half}))); return wide;'
+            for half in ("pair", "pair >> 16")
+        )
     return (
         "__device__ inline u32 pair_of(float low, float high) {\n"
         f'u32 pair; asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low)); return pair;\n}}\n'

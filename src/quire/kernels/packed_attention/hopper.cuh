@@ -1,21 +1,26 @@
-// FlashAttention's backward pass on Hopper, heads of 128: a block owns 128 rows of keys, or of queries, and walks along
-// tiles of 64 of the others. The copy engine fetches tiles; two warpgroups, of 64 rows each, multiply. `first` and
-// `second` are what makes scores and what makes their gradients: K and V against Q and dO, or the other way round.
-// Tiles have two halves of 64 columns, whose rows of 128 bytes are swizzled.
+// dK and dV of FlashAttention's backward pass on Hopper, heads of 128: a block owns 128 keys and walks along tiles of 64
+// queries, of every head that shares them. The copy engine fetches tiles of Q and dO; two warpgroups, of 64 keys each,
+// multiply, each while the other one computes weights. Scores stand on their side, [keys, queries]. Tiles have two
+// halves of 64 columns, whose rows of 128 bytes are swizzled.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
 constexpr int kWidth = 128, kTile = 64, kHalf = kTile * 128, kThreads = 384, kStages = 4;
+constexpr float kLog2E = 1.44269504088896f;
 
 struct alignas(64) TensorMap {
     char bytes[128];
 };
 
+struct Maps {
+    TensorMap k, v, q, grad;  // [num_tokens, heads * 128]
+};
+
 struct Args {
     const float *sums, *delta;  // [heads, num_tokens]
-    u16 *from_first, *from_second;  // gradients: dK and dV, or dQ
+    u16 *dk, *dv;
     const int* starts;
     float scale;
     int num_tokens, heads, kv_heads;
@@ -64,16 +69,6 @@ __device__ inline u64 along_rows(u32 address) {
 __device__ inline void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ inline void wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Keeps the compiler from moving registers that the tensor cores use.
-template <int N> __device__ inline void hold(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-template <int N> __device__ inline void hold(u32 (&a)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i])::"memory");
-}
-
 WGMMA  // scores(d[32], a, b, adds) and sums(d[64], a[4], b): generated
 
 // d [64, 64] = a [64, 128] @ b [64, 128].T, both in shared memory.
@@ -97,70 +92,50 @@ __device__ inline void pack_all(const float (&d)[32], u32 (&a)[16]) {
     for (int i = 0; i < 16; ++i) a[i] = pair_of(d[2 * i], d[2 * i + 1]);
 }
 
-struct True {
-    static constexpr bool value = true;
-};
-struct False {
-    static constexpr bool value = false;
-};
-
 struct Work {
     int first, count;  // of the sequence
-    int row;  // of the block's first, within the sequence
-    int begin, tiles, heads, head;  // tiles of each head that shares these keys
-    __device__ int total() const { return (tiles - begin) * heads; }
+    int row;  // of the block's first key, within the sequence
+    int begin, tiles;  // of queries
+    int head, heads;
+    __device__ explicit Work(const Args& p) {
+        first = p.starts[blockIdx.z], count = p.starts[blockIdx.z + 1] - first;
+        row = blockIdx.x * 128, begin = row / kTile, tiles = (count + kTile - 1) / kTile;
+        heads = p.heads / p.kv_heads, head = blockIdx.y * heads;
+    }
+    __device__ int turns() const { return (tiles - begin) * heads; }
+    __device__ int tile(int turn) const { return begin + turn % (tiles - begin); }
+    __device__ int head_of(int turn) const { return head + turn / (tiles - begin); }
 };
 
-template <bool KEYS> __device__ inline Work work_of(const Args& p) {
-    Work w;
-    w.first = p.starts[blockIdx.z];
-    w.count = p.starts[blockIdx.z + 1] - w.first;
-    const int group = p.heads / p.kv_heads;
-    if (KEYS) {
-        w.row = blockIdx.x * 128;
-        w.begin = w.row / kTile, w.tiles = (w.count + kTile - 1) / kTile;
-        w.heads = group, w.head = blockIdx.y * group;
-    } else {  // the last queries see the most keys: they begin
-        w.row = (gridDim.x - 1 - blockIdx.x) * 128;
-        w.begin = 0, w.tiles = (min(w.row + 128, w.count) + kTile - 1) / kTile;
-        w.heads = 1, w.head = blockIdx.y;
-    }
-    return w;
-}
-
-template <bool KEYS>
-__device__ inline void fetch_all(const Args& p, const Work& w, const TensorMap* maps, u32 own, u32 tiles, u32 full,
-                                 u32 empty) {
-    const int group = p.heads / p.kv_heads;
-    const int column = (KEYS ? blockIdx.y : w.head) * kWidth;
-    const u32 loaded = full + 8 * kStages;
+__device__ inline void fetch_all(const Maps& maps, const Work& w, u32 own, u32 tiles, u32 full, u32 loaded, u32 empty) {
     expect(loaded, 8 * kHalf);
-    for (int matrix = 0; matrix < 2; ++matrix)
-        for (int part = 0; part < 4; ++part)  // a warpgroup's rows, half of the columns
-            fetch(own + (4 * matrix + part) * kHalf, maps + matrix, column + part % 2 * kTile,
-                  w.first + w.row + part / 2 * kTile, loaded);
-    for (int turn = 0; turn < w.total(); ++turn) {
-        const int stage = turn % kStages, tile = w.begin + turn % (w.tiles - w.begin);
-        const int head = KEYS ? w.head + turn / (w.tiles - w.begin) : w.head / group;
+    for (int part = 0; part < 4; ++part) {  // a warpgroup's rows, half of the columns
+        const int column = blockIdx.y * kWidth + part % 2 * kTile, row = w.first + w.row + part / 2 * kTile;
+        fetch(own + part * kHalf, &maps.k, column, row, loaded);
+        fetch(own + (4 + part) * kHalf, &maps.v, column, row, loaded);
+    }
+    for (int turn = 0; turn < w.turns(); ++turn) {
+        const int stage = turn % kStages, row = w.first + w.tile(turn) * kTile;
         if (turn >= kStages) wait_barrier(empty + 8 * stage, (turn / kStages - 1) & 1);
         expect(full + 8 * stage, 4 * kHalf);
-        for (int part = 0; part < 4; ++part)
-            fetch(tiles + (4 * stage + part) * kHalf, maps + 2 + part / 2, head * kWidth + part % 2 * kTile,
-                  w.first + tile * kTile, full + 8 * stage);
+        for (int half = 0; half < 2; ++half) {
+            const int column = w.head_of(turn) * kWidth + half * kTile;
+            fetch(tiles + (4 * stage + half) * kHalf, &maps.q, column, row, full + 8 * stage);
+            fetch(tiles + (4 * stage + 2 + half) * kHalf, &maps.grad, column, row, full + 8 * stage);
+        }
     }
 }
 
-// One warp: statistics of the queries of each tile, [2, 64] floats a stage.
+// One warp: each tile's statistics, [2, 64] floats a stage. Beyond the sequence softmax has an infinite sum.
 __device__ inline void fetch_statistics(const Args& p, const Work& w, float* statistics, u32 full, u32 empty) {
     const int lane = threadIdx.x % 32;
-    for (int turn = 0; turn < w.total(); ++turn) {
-        const int stage = turn % kStages, tile = w.begin + turn % (w.tiles - w.begin);
-        const int head = w.head + turn / (w.tiles - w.begin);
+    for (int turn = 0; turn < w.turns(); ++turn) {
+        const int stage = turn % kStages;
         float sum[2], delta[2];
         for (int i = 0; i < 2; ++i) {
-            const int query = tile * kTile + 32 * i + lane;
-            const size_t at = (size_t)head * p.num_tokens + w.first + query;
-            sum[i] = query < w.count ? p.sums[at] * 1.44269504088896f : __int_as_float(0x7f800000);
+            const int query = w.tile(turn) * kTile + 32 * i + lane;
+            const size_t at = (size_t)w.head_of(turn) * p.num_tokens + w.first + query;
+            sum[i] = query < w.count ? p.sums[at] * kLog2E : __int_as_float(0x7f800000);
             delta[i] = query < w.count ? p.delta[at] : 0.0f;
         }
         if (turn >= kStages) wait_barrier(empty + 8 * stage, (turn / kStages - 1) & 1);
@@ -182,7 +157,50 @@ __device__ inline void store(u16* to, size_t stride, const float (&d)[64], float
     }
 }
 
-template <bool KEYS> __device__ inline void backward(const Args& p, const TensorMap* maps) {
+// dk, dv [64, 128] += those of one tile of queries; `k` and `v` are a warpgroup's rows.
+template <bool kDiagonal>
+__device__ inline void add_tile(float (&dk)[64], float (&dv)[64], u32 k, u32 v, u32 q, u32 grad, const float* sums, float factor) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, pair_column = 2 * (threadIdx.x % 4);
+    float weights[32], gradients[32];
+    u32 a[16], b[16];
+    fence();
+    multiply(weights, k, q);
+    commit();
+    multiply(gradients, v, grad);
+    commit();
+    wait<1>();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 sum = *(const float2*)(sums + 8 * j + pair_column);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float weight = exp2f(weights[4 * j + i] * factor - (i % 2 ? sum.y : sum.x));
+            const bool seen = !kDiagonal || 8 * j + pair_column + i % 2 >= row + i / 2 * 8;
+            weights[4 * j + i] = seen ? weight : 0.0f;
+        }
+    }
+    pack_all(weights, a);
+    fence();
+    add(dv, a, grad);
+    commit();
+    wait<1>();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 delta = *(const float2*)(sums + kTile + 8 * j + pair_column);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // the rounded weights: registers are short
+            const u32 pair = a[2 * j + i / 2];
+            gradients[4 * j + i] = (i % 2 ? high_of(pair) : low_of(pair)) * (gradients[4 * j + i] - (i % 2 ? delta.y : delta.x));
+        }
+    }
+    pack_all(gradients, b);
+    fence();
+    add(dk, b, q);
+    commit();
+    wait<0>();  // there are no registers for products of two tiles
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) keys(const __grid_constant__ Maps maps, const Args p) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(8) u64 barriers[2 * kStages + 1];
     __shared__ float statistics[kStages * 2 * kTile];
@@ -190,7 +208,7 @@ template <bool KEYS> __device__ inline void backward(const Args& p, const Tensor
     const u32 full = shared_address(barriers), loaded = full + 8 * kStages, empty = loaded + 8;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
-            init_barrier(full + 8 * i, KEYS ? 2 : 1);
+            init_barrier(full + 8 * i, 2);  // the copy engine, and statistics
             init_barrier(empty + 8 * i, 8);  // warps
         }
         init_barrier(loaded, 1);
@@ -199,131 +217,40 @@ template <bool KEYS> __device__ inline void backward(const Args& p, const Tensor
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const Work w = work_of<KEYS>(p);
+    const Work w(p);
     if (w.row >= w.count) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (warp == 8 && lane == 0) fetch_all<KEYS>(p, w, maps, own, tiles, full, empty);
-        if (KEYS && warp == 9) fetch_statistics(p, w, statistics, full, empty);
+        if (warp == 8 && lane == 0) fetch_all(maps, w, own, tiles, full, loaded, empty);
+        if (warp == 9) fetch_statistics(p, w, statistics, full, empty);
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int part = warp / 4, own_row = w.row + part * kTile, row = own_row + warp % 4 * 16;
-    const float factor = p.scale * 1.44269504088896f;
-    float of_first[64], of_second[KEYS ? 64 : 1];  // gradients of the rows of `first` and `second`
+    const int part = warp / 4, diagonal = w.row / kTile + part;
+    const float factor = p.scale * kLog2E;
+    const u32 k = own + 2 * part * kHalf, v = k + 4 * kHalf;
+    float dk[64], dv[64];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) of_first[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < (KEYS ? 64 : 1); ++i) of_second[i] = 0.0f;
-    float sum[2], delta[2];  // of queries: of two rows, or of columns as they come
-    if (!KEYS) {
-        for (int r = 0; r < 2; ++r) {
-            const int query = row + lane / 4 + 8 * r;
-            const size_t at = (size_t)w.head * p.num_tokens + w.first + query;
-            sum[r] = query < w.count ? p.sums[at] * 1.44269504088896f : __int_as_float(0x7f800000);
-            delta[r] = query < w.count ? p.delta[at] : 0.0f;
-        }
-    }
-    const u32 first = own + 2 * part * kHalf, second = first + 4 * kHalf;
+    for (int i = 0; i < 64; ++i) dk[i] = dv[i] = 0.0f;
     wait_barrier(loaded, 0);
     int turn = 0;
-    const auto skip = [&]() {  // a tile of which these rows see nothing
-        wait_barrier(full + 8 * (turn % kStages), turn / kStages & 1);
-        if (lane == 0) arrive(empty + 8 * (turn % kStages));
-        ++turn;
-    };
-    // Sums of the tile before may still run when the next one's scores begin.
-    const auto step = [&](auto diagonal, bool follows) {
-        constexpr bool kDiagonal = decltype(diagonal)::value;
-        const int stage = turn % kStages;
-        wait_barrier(full + 8 * stage, turn / kStages & 1);
-        const u32 tile_first = tiles + 4 * stage * kHalf, tile_second = tile_first + 2 * kHalf;
-        float s[32], d[32];
-        u32 b[16];
-        [[maybe_unused]] u32 a[KEYS ? 16 : 1];
-        fence();
-        multiply(s, first, tile_first);
-        commit();
-        if constexpr (!KEYS) {
-            wait<1>();  // for the tile before: its operands' registers and its stage are free
-            if (follows && lane == 0) arrive(empty + 8 * ((turn - 1) % kStages));
-        }
-        multiply(d, second, tile_second);
-        commit();
-        wait<1>();
-        const float* columns = statistics + stage * 2 * kTile + 2 * (lane % 4);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float2 pair = KEYS ? *(const float2*)(columns + 8 * j) : make_float2(0.0f, 0.0f);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = warp % 4 * 16 + lane / 4 + i / 2 * 8, column = 8 * j + 2 * (lane % 4) + i % 2;
-                const float weight = exp2f(s[4 * j + i] * factor - (KEYS ? (i % 2 ? pair.y : pair.x) : sum[i / 2]));
-                s[4 * j + i] = kDiagonal && (KEYS ? column < at : column > at) ? 0.0f : weight;
-            }
-        }
-        if constexpr (KEYS) {
-            pack_all(s, a);
-            fence();
-            add(of_second, a, tile_second);
-            commit();
-            wait<1>();
-        } else {
-            wait<0>();
-        }
-        const auto weight_of = [&](int i) {  // of keys the rounded ones: registers are short
-            if constexpr (KEYS) return i % 2 ? high_of(a[i / 2]) : low_of(a[i / 2]);
-            else return s[i];
-        };
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float2 pair = KEYS ? *(const float2*)(columns + kTile + 8 * j) : make_float2(0.0f, 0.0f);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                d[4 * j + i] = weight_of(4 * j + i) * (d[4 * j + i] - (KEYS ? (i % 2 ? pair.y : pair.x) : delta[i / 2]));
-        }
-        pack_all(d, b);
-        fence();
-        add(of_first, b, tile_first);
-        commit();
-        if constexpr (KEYS) {  // there are no registers for more
-            wait<0>();
+    for (int head = 0; head < w.heads; ++head) {
+#pragma unroll 1
+        for (int tile = w.begin; tile < w.tiles; ++tile, ++turn) {
+            const int stage = turn % kStages;
+            const u32 q = tiles + 4 * stage * kHalf;
+            const float* sums = statistics + stage * 2 * kTile;
+            wait_barrier(full + 8 * stage, turn / kStages & 1);
+            if (tile > diagonal)
+                add_tile<false>(dk, dv, k, v, q, q + 2 * kHalf, sums, factor);
+            else if (tile == diagonal)
+                add_tile<true>(dk, dv, k, v, q, q + 2 * kHalf, sums, factor);
             if (lane == 0) arrive(empty + 8 * stage);
         }
-        ++turn;
-    };
-    const int diagonal = own_row / kTile;
-    for (int head = 0; head < w.heads; ++head) {
-        int tile = w.begin;
-        if (KEYS) {
-#pragma unroll 1
-            for (; tile < min(diagonal, w.tiles); ++tile) skip();
-            if (tile < w.tiles) step(True{}, false), ++tile;
-        }
-#pragma unroll 1
-        for (; tile < (KEYS ? w.tiles : min(diagonal, w.tiles)); ++tile) step(False{}, KEYS || tile > w.begin);
-        if (!KEYS && tile < w.tiles) step(True{}, tile > w.begin), ++tile;
-        if constexpr (!KEYS) {
-            wait<0>();
-            if (lane == 0) arrive(empty + 8 * ((turn - 1) % kStages));
-        }
-#pragma unroll 1
-        for (; tile < w.tiles; ++tile) skip();
     }
-    const int num_heads = KEYS ? p.kv_heads : p.heads;
-    const size_t stride = (size_t)num_heads * kWidth, at = w.first * stride + (size_t)blockIdx.y * kWidth;
-    store(p.from_first + at, stride, of_first, p.scale, row, w.count);
-    if constexpr (KEYS) store(p.from_second + at, stride, of_second, 1.0f, row, w.count);
-}
-
-struct Maps {
-    TensorMap maps[4];
-};
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1) keys(const __grid_constant__ Maps maps, const Args p) {
-    backward<true>(p, maps.maps);
-}
-extern "C" __global__ void __launch_bounds__(kThreads, 1) queries(const __grid_constant__ Maps maps, const Args p) {
-    backward<false>(p, maps.maps);
+    const int row = w.row + part * kTile + warp % 4 * 16;
+    const size_t stride = (size_t)p.kv_heads * kWidth, at = w.first * stride + (size_t)blockIdx.y * kWidth;
+    store(p.dk + at, stride, dk, p.scale, row, w.count);
+    store(p.dv + at, stride, dv, 1.0f, row, w.count);
 }

@@ -280,16 +280,6 @@ def _list_kernel(mask, lists, counts, blocks, row_stride, column_stride, LATER: 
     tl.store(counts + row, tl.sum(seen.to(tl.int32)))
 
 
-@triton.jit
-def _row_sums(
-    grad, out, delta, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
-    g_tile = _load(grad + head * D, token, tokens, heads * D, D, BLOCK_D, True).to(tl.float32)
-    o_tile = _load(out + head * D, token, tokens, heads * D, D, BLOCK_D, True).to(tl.float32)
-    tl.store(delta + head * tokens + token, tl.sum(g_tile * o_tile, 1), mask=token < tokens)
-
-
 def forward(
     q: Tensor,  # [T, Hq, D], rows of any stride
     k: Tensor,  # [T, Hkv, D]
@@ -324,12 +314,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
     grad, q, k, v = grad.contiguous(), rows_of_heads(q), rows_of_heads(k), rows_of_heads(v)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(sums)
-    tiles = _tiles(QUERIES, q, mask)
-    grid = (triton.cdiv(max_len, tiles.queries), q.shape[1], len(starts) - 1)
-    given = (grad, q, _source(k, tiles.keys), _source(v, tiles.keys), out, dq, sums, delta, starts)
-    _launch(_backward_queries, grid, tiles, given, (q, k, v), scale, mask)
+    dq, delta = backward_queries(grad, q, k, v, out, sums, starts, max_len, scale, mask)
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tiles = _tiles(KEYS, q, mask)
     grid = (triton.cdiv(max_len, tiles.keys), k.shape[1], len(starts) - 1)
     given = (_source(grad, tiles.queries), _source(q, tiles.queries), k, v, dk, dv, sums, delta, starts)
@@ -337,12 +323,25 @@ def backward(
     return dq, dk, dv
 
 
-def row_sums(grad: Tensor, out: Tensor) -> Tensor:
-    """[Hq, T] float32: of grad * out, both [T, Hq, D]."""
-    tokens, heads, width = grad.shape
-    delta = torch.empty(heads, tokens, dtype=torch.float32, device=grad.device)
-    _row_sums[triton.cdiv(tokens, BLOCK), heads](grad, out, delta, tokens, heads, width, _padded(width), BLOCK)
-    return delta
+def backward_queries(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    max_len: int,
+    scale: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dQ, and the row sums of grad * out [Hq, T] float32. Heads lie side by side."""
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(sums)
+    tiles = _tiles(QUERIES, q, mask)
+    grid = (triton.cdiv(max_len, tiles.queries), q.shape[1], len(starts) - 1)
+    given = (grad, q, _source(k, tiles.keys), _source(v, tiles.keys), out, dq, sums, delta, starts)
+    _launch(_backward_queries, grid, tiles, given, (q, k, v), scale, mask)
+    return dq, delta
 
 
 def rows_of_heads(x: Tensor) -> Tensor:
