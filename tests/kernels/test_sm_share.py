@@ -73,6 +73,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(sm_share, "_entered", [])
     green = Driver()
     monkeypatch.setattr(sm_share, "driver", lambda: green)
+    monkeypatch.setattr(sm_share, "check_products", lambda device: None)
     card = SimpleNamespace(multi_processor_count=132, major=9)
     for name, value in {
         "current_device": lambda: 0,
@@ -86,6 +87,22 @@ def gpu(monkeypatch, tmp_path):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return used
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_percentage_with_which_cublas_is_wrong_is_refused(monkeypatch, whole):
+    monkeypatch.setenv(MPS_PERCENTAGE, "43")
+    product = torch.mm
+
+    def products(x, weight, out):
+        product(x, weight, out=out if whole else out[:, :-256].contiguous())
+
+    monkeypatch.setattr(torch, "mm", products)
+    if whole:
+        sm_share.check_products(torch.device("cpu"))
+        return
+    with pytest.raises(ConfigError, match=f"{MPS_PERCENTAGE}=43 cannot be used .* give another percentage"):
+        sm_share.check_products(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan"), float("inf")])

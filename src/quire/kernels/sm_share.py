@@ -82,7 +82,10 @@ def enter(share: float, device: torch.device) -> None:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     if not _entered:
-        _entered.append(_Entered(share, index) if share == 1.0 else _limited(share, index))
+        made = _Entered(share, index) if share == 1.0 else _limited(share, index)
+        if MPS_PERCENTAGE in os.environ:
+            check_products(torch.device("cuda", index))
+        _entered.append(made)
     before = _entered[0]
     if share != before.share or (share < 1.0 and index != before.index):
         raise ConfigError(
@@ -132,6 +135,22 @@ def whole_groups(share: float, total: int, major: int) -> int:
             f"give at least {least / total + 0.005:.2f}"
         )
     return wanted // group * group
+
+
+def check_products(device: torch.device) -> None:
+    """ConfigError where cuBLAS leaves parts of its results unwritten, as cuBLAS 13.0 does under MPS with 56, 98 and 104
+    of an H200's 132 SMs, whichever of its algorithms is taken.
+    """
+    weight = torch.zeros(6144, 4096, dtype=torch.bfloat16, device=device)
+    for num_tokens in (1, 16, 64, 300, 2048):
+        out = torch.full((num_tokens, 6144), float("nan"), dtype=torch.bfloat16, device=device)
+        torch.mm(weight.new_zeros(num_tokens, 4096), weight.t(), out=out)
+        if not out.isfinite().all():
+            raise ConfigError(
+                f"{MPS_PERCENTAGE}={os.environ.get(MPS_PERCENTAGE)} cannot be used on this GPU: cuBLAS leaves parts of "
+                f"results unwritten with {num_sms(device)} SMs under MPS; give another percentage (10, 29, 57 and 70 "
+                "are right on an H200), or --sm-share without an MPS daemon"
+            )
 
 
 def _limited(share: float, index: int) -> _Entered:
