@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
 from quire.parallel.group import LARGEST, SUM, Group
 
@@ -24,6 +25,7 @@ START = timedelta(seconds=300)  # for the slowest rank to load its libraries and
 BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
 SUMS, TURN = 32 << 20, 16 << 20  # bytes of each GPU's rank that others read: for a sum, for another exchange
 ONE_SHOT = 512 << 10  # bytes up to which every rank reads all: longer sums are divided among the ranks
+MOST_VIEWS = 1000
 REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
 log = get_logger(__name__)
 
@@ -186,6 +188,7 @@ class SymmetricGroup(Group):
         super().__init__(rank, size)
         self._memory, self._handle, self._name = memory, handle, name
         self._turn = 0
+        self._views: dict[tuple[Any, ...], Tensor] = {}  # of ranks' memory: making one takes as long as a launch
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         """In the order of ranks, so that all of them get the same bits."""
@@ -209,27 +212,35 @@ class SymmetricGroup(Group):
         whole = x.new_empty(x.shape[0], sum(widths)) if wanted else x
         for first in range(0, x.shape[0], most):
             rows = x[first : first + most]
-            offset = self._exchange(rows)
+            parts = [self._shown(i, (rows.shape[0], width), x.dtype) for i, width in enumerate(widths)]
+            parts[self.rank].copy_(rows)
+            self._meet()
             if wanted:
-                shapes = [(rows.shape[0], width) for width in widths]
-                parts = [self._handle.get_buffer(i, shape, x.dtype, offset) for i, shape in enumerate(shapes)]
                 torch.cat(parts, dim=1, out=whole[first : first + most])
         return whole
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
-        offset = self._exchange(x if self.rank == 0 else x[:0])
+        shown = self._shown(0, tuple(x.shape), x.dtype)
+        if self.rank == 0:
+            shown.copy_(x)
+        self._meet()
         if self.rank > 0:
-            x.copy_(self._handle.get_buffer(0, x.shape, x.dtype, offset))
+            x.copy_(shown)
         return super().broadcast(x, tag)
 
-    def _exchange(self, x: Tensor) -> int:
-        """Shows x to the others, and waits for what they show: at this offset, in elements."""
-        first = SUMS + self._turn * TURN
+    def _shown(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where `rank` shows something of this shape in this turn."""
+        key = (self._turn, rank, shape, dtype)
+        if key not in self._views:
+            if len(self._views) > MOST_VIEWS:
+                self._views.clear()
+            offset = (SUMS + self._turn * TURN) // dtype.itemsize
+            self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset)
+        return self._views[key]
+
+    def _meet(self) -> None:
         self._turn = 1 - self._turn
-        if len(x):
-            self._memory[first : first + TURN].view(x.dtype)[: x.numel()].view(x.shape).copy_(x)
         self._handle.barrier()
-        return first // x.element_size()
 
     def abort(self, why: str = "") -> None:
         """A kernel that waits for a rank cannot be ended: the process is, and its supervisor starts another."""
@@ -238,17 +249,23 @@ class SymmetricGroup(Group):
 
 
 def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
-    """The group of tensors on `device`, and one for tensors on the CPU. `name`: no group before had it."""
+    """The group of tensors on `device`, and one for tensors on the CPU: once in a process, since torch numbers what it
+    tells peers of symmetric memory, and later peers would begin with other numbers.
+    """
     nccl = os.environ.get(BACKEND) == "nccl"
     host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
     if nccl:
         return host, host
-    # not every torch has them
-    from torch._C._distributed_c10d import PrefixStore, _register_process_group, _SymmetricMemory
+    from torch._C._distributed_c10d import PrefixStore, _register_process_group, _SymmetricMemory  # not every torch has
 
-    # with a name of its own: torch keeps what it knows of a process group's for later ones of the same name
     assert dist.group.WORLD is not None, "the ranks have met"
+    if _met:
+        raise ConfigError("this process had an engine with ranks on GPUs, and can have one only: start another process")
+    _met.append(name)
     _register_process_group(name, dist.group.WORLD)
     _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
     memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
     return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
+
+
+_met: list[str] = []  # the group of symmetric memory

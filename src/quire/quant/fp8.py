@@ -28,7 +28,6 @@ class Fp8Matrix(Matrix):
         self._device = device
         self._rows = choose("fp8_rows", device)
         self._few: Any = None  # the kernel for a few tokens, if there is one
-        self._narrow = choose("narrow_linear", device)
         self._weight: Tensor | None = None  # [num_rows, num_columns] float8_e4m3fn
         self._scales = torch.empty(0)  # [1, num_rows] float32
 
@@ -44,9 +43,6 @@ class Fp8Matrix(Matrix):
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         assert self._weight is not None, "a matrix must be loaded before it is used"
-        if self._is_narrow(x):
-            y: Tensor = self._narrow.linear(x, self._weight, bias, residual, scales=self._scales[0])
-            return y
         few = self._product(x)
         if few is not None:
             out = x.new_empty(x.shape[0], self.num_rows) if residual is None else residual
@@ -64,24 +60,13 @@ class Fp8Matrix(Matrix):
         return self._device.type == "cuda"
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        if self._is_narrow(x):
-            fused = self._narrow.linear_silu_mul if silu_mul else self._narrow.linear
-            y: Tensor = fused(x, self._weight, norm_weight=norm_weight, eps=eps, scales=self._scales[0])
-            return y
         few = self._product(x)
         return None if few is None else few.normed(x, norm_weight, eps, silu_mul)
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._is_narrow(x) and bias is None:
-            y: Tensor = self._narrow.linear_silu_mul(x, self._weight, scales=self._scales[0])
-            return y
         few = self._product(x)
         fused = None if few is None else few.linear_silu_mul(x, bias)
         return super().linear_silu_mul(x, bias) if fused is None else fused
-
-    def _is_narrow(self, x: Tensor) -> bool:
-        """One token streams the weight once."""
-        return x.shape[0] == 1 and bool(self._narrow.SERVES)
 
     def _product(self, x: Tensor) -> Any:
         """None for more than a few tokens, and where the weight's shape has no kernel."""

@@ -388,26 +388,24 @@ def check_bytes(check: PairCheck) -> None:
 
 
 def bytes_child(device: str, folder: Path, shape: str) -> None:
-    """Two engines one after the other in one process: torch's groups of the first are gone."""
     model = save_shape(folder, shape)
     width = 64 * SHAPES[shape][0]
-    for turn in range(2):
-        word(folder, turn)
-        with _engine(model, device, 2, enforce_eager=True, enable_prefix_caching=False) as llm:
-            group = llm.engine._runner._local.part.group
-            before, tokens, samples, launch = group.traffic(), 0, 0, llm.engine._runner.launch
+    word(folder)
+    with _engine(model, device, 2, enforce_eager=True, enable_prefix_caching=False) as llm:
+        group = llm.engine._runner._local.part.group
+        before, tokens, samples, launch = group.traffic(), 0, 0, llm.engine._runner.launch
 
-            def noted(step: Any, launch: Any = launch) -> None:
-                nonlocal tokens, samples
-                tokens += sum(step.num_tokens)
-                samples += len(step.sample_rows)
-                launch(step)
+        def noted(step: Any) -> None:
+            nonlocal tokens, samples
+            tokens += sum(step.num_tokens)
+            samples += len(step.sample_rows)
+            launch(step)
 
-            llm.engine._runner.launch = noted
-            sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-            prompts = [{"prompt_token_ids": list(range(10, 20 + 9 * i))} for i in range(6)]
-            llm.generate(prompts, sampling, use_tqdm=False)
-            traffic = {" ".join(key): count - before.get(key, 0) for key, count in group.traffic().items()}
+        llm.engine._runner.launch = noted
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        prompts = [{"prompt_token_ids": list(range(10, 20 + 9 * i))} for i in range(6)]
+        llm.generate(prompts, sampling, use_tqdm=False)
+        traffic = {" ".join(key): count - before.get(key, 0) for key, count in group.traffic().items()}
     size = 4 if device == "cpu" else 2
     rows = (LAYERS - 1) * tokens + samples  # the last layer computes what is sampled
     formula = {

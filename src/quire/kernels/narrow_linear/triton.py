@@ -20,46 +20,36 @@ def linear(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """As the reference. The residual, if any, holds the result."""
     num_rows, num_columns = weight.shape
-    rows, columns, warps = _walk(num_columns, weight.element_size())
+    rows, columns, warps = _walk(num_columns)
     out = x.new_empty(1, num_rows) if residual is None else residual
     _linear[(triton.cdiv(num_rows, rows),)](
-        x, weight, bias, out, norm_weight, scales, weight.stride(0), num_rows, eps,
-        bias is not None, residual is not None, norm_weight is not None, scales is not None,
+        x, weight, bias, out, norm_weight, weight.stride(0), num_rows, eps,
+        bias is not None, residual is not None, norm_weight is not None,
         num_rows % rows == 0 and num_columns % columns == 0, num_columns, rows, columns,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out
 
 
-def linear_silu_mul(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    scales: Tensor | None = None,
-) -> Tensor:
+def linear_silu_mul(x: Tensor, weight: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """As the reference."""
     num_rows, num_columns = weight.shape[0] // 2, weight.shape[1]
-    rows, columns, warps = _walk(num_columns, weight.element_size())
+    rows, columns, warps = _walk(num_columns)
     rows //= 2
     out = x.new_empty(1, num_rows)
     _linear_silu_mul[(triton.cdiv(num_rows, rows),)](
-        x, weight, out, norm_weight, scales, weight.stride(0), num_rows, eps,
-        norm_weight is not None, scales is not None,
+        x, weight, out, norm_weight, weight.stride(0), num_rows, eps, norm_weight is not None,
         num_rows % rows == 0 and num_columns % columns == 0, num_columns, rows, columns,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out
 
 
-def _walk(num_columns: int, element_size: int) -> tuple[int, int, int]:
+def _walk(num_columns: int) -> tuple[int, int, int]:
     """(rows of a program, columns of a step, warps): wide steps, if they divide the row."""
-    if element_size == 1:
-        return 4, 2048 if num_columns % 2048 == 0 else 1024 if num_columns % 1024 == 0 else 512, 4
     if num_columns > _LONG:
         return 4, 512, 4
     if num_columns % 2048 == 0:
@@ -69,8 +59,8 @@ def _walk(num_columns: int, element_size: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _linear(
-    x, weight, bias, out, norm_weight, scales, weight_stride, num_rows, eps,
-    BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, bias, out, norm_weight, weight_stride, num_rows, eps,
+    BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
     LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -89,8 +79,6 @@ def _linear(
     total = tl.sum(sums, 1)
     if NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / LENGTH + eps)
-    if SCALED:
-        total *= tl.load(scales + row, mask=inside, other=0.0)
     if BIAS:
         total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -100,9 +88,8 @@ def _linear(
 
 @triton.jit
 def _linear_silu_mul(
-    x, weight, out, norm_weight, scales, weight_stride, num_rows, eps,
-    NORM: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-    LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, weight, out, norm_weight, weight_stride, num_rows, eps,
+    NORM: tl.constexpr, EVEN: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
@@ -126,9 +113,6 @@ def _linear_silu_mul(
         scale = tl.rsqrt(tl.sum(squares, 0) / LENGTH + eps)
         gate_sum *= scale
         up_sum *= scale
-    if SCALED:
-        gate_sum *= tl.load(scales + row, mask=inside, other=0.0)
-        up_sum *= tl.load(scales + num_rows + row, mask=inside, other=0.0)
     result = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
     tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
 
