@@ -60,11 +60,6 @@ def test_splits_fill_the_processors() -> None:
     assert cuda.best_splits(blocks=32, chunks=224, tile=64, processors=132) in range(3, 9)
 
 
-def test_splits_of_a_cluster_fill_one_round() -> None:
-    assert cuda.joined_splits(blocks=224, chunks=64, processors=132) == 1
-    assert cuda.joined_splits(blocks=48, chunks=64, processors=132) == 2
-    assert cuda.joined_splits(blocks=32, chunks=224, processors=132) == 4
-    assert cuda.joined_splits(blocks=1, chunks=2, processors=132) == 1
 
 
 def test_every_ring_has_a_slot() -> None:

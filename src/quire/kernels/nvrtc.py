@@ -56,19 +56,15 @@ class Kernel:
         num_threads: int,
         *arguments: ctypes.Structure,
         shared_bytes: int | None = None,
-        cluster: tuple[int, int, int] | None = None,
     ) -> None:
-        """Enqueues the kernel on the current stream. `shared_bytes`: if not what it was made with; `cluster`: blocks
-        that run at the same time and reach each other's shared memory.
-        """
+        """Enqueues the kernel on the current stream. `shared_bytes`: if not what it was made with."""
         grid_x, grid_y, grid_z = (*grid, 1, 1)[:3]
         parameters = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch.cuda.current_stream().cuda_stream
         shared = self._shared_bytes if shared_bytes is None else shared_bytes
-        attributes = _attributes(cluster)
         config = _LaunchConfig(
-            grid_x, grid_y, grid_z, num_threads, 1, 1, shared, stream, ctypes.addressof(attributes), len(attributes)
-        )  # fmt: skip
+            grid_x, grid_y, grid_z, num_threads, 1, 1, shared, stream, ctypes.addressof(_EARLY), 1
+        )
         check(driver().cuLaunchKernelEx(byref(config), self.function, parameters, None))
 
 
@@ -86,14 +82,8 @@ class _LaunchAttribute(ctypes.Structure):
     _fields_ = (("kind", c_int), ("padding", c_int), ("value", c_int * 16))
 
 
-@cache
-def _attributes(cluster: tuple[int, int, int] | None) -> ctypes.Array[_LaunchAttribute]:
-    # A kernel may begin while the one before ends; it waits where it needs results (griddepcontrol.wait).
-    early = _LaunchAttribute(6, 0, (c_int * 16)(1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    if cluster is None:
-        return (_LaunchAttribute * 1)(early)
-    blocks = _LaunchAttribute(4, 0, (c_int * 16)(*cluster))  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    return (_LaunchAttribute * 2)(early, blocks)
+# A kernel may begin while the one before ends; it waits where it needs results (griddepcontrol.wait).
+_EARLY = _LaunchAttribute(6, 0, (c_int * 16)(1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class Module:

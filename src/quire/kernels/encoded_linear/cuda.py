@@ -29,7 +29,6 @@ FEW = 8  # tokens up to which a block walks along whole rows
 FEW_INTEGERS = 16  # the same for int4 without minimums, which takes the fewest instructions
 TOKEN_TILES = (32, 64, 128, 256)  # of the kernel for many tokens
 STAGES = {32: 6, 64: 6, 128: 6, 256: 5}
-CLUSTERED = (128, 256)  # tiles whose blocks work together (many_rows.cuh)
 MANY = 512  # tokens beyond which a decoded weight and cuBLAS are faster
 THREADS = 256  # of a block for few tokens
 # Kernels for few tokens by tiles of 8 tokens (0: one token, kept in shared memory) and by tiles of rows.
@@ -44,9 +43,6 @@ FEW_KERNELS = {
 ONE_BYTES = 65536  # of the token, at most
 RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
 SPLIT_BYTES = 12  # how much a split's partial sums count against rounds of blocks; an estimate, not tuned
-JOINING_CHUNKS = (
-    6  # what beginning, and adding up in a cluster, take in the time of a chunk; an estimate, not tuned
-)
 
 layout, pack, decode = formats.layout, formats.pack, formats.decode
 
@@ -137,23 +133,13 @@ class CudaProduct:
         arguments = self._arguments(x, ordered, None, None)
         arguments.out_stride = token_tiles * tile
         kernels.permute((-(-tokens * chunks * 2 // 256),), 256, arguments)
-        clustered, joined = tile in CLUSTERED, 1
-        if clustered:
-            splits = joined = joined_splits(blocks * token_tiles, chunks, kernels.num_processors)
-        else:
-            splits = best_splits(blocks * token_tiles, chunks, tile, kernels.num_processors)
-        partial = x.new_empty(splits, tokens, blocks * ROWS, dtype=torch.float32) if splits > joined else None
+        splits = best_splits(blocks * token_tiles, chunks, tile, kernels.num_processors)
+        partial = x.new_empty(splits, tokens, blocks * ROWS, dtype=torch.float32) if splits > 1 else None
         arguments = self._arguments(x, out, bias, residual)
         arguments.x, arguments.x_stride, arguments.splits = ordered.data_ptr(), token_tiles * tile, splits
         arguments.partial = 0 if partial is None else partial.data_ptr()
-        grid = (blocks, token_tiles, splits)
-        if joined > 1:
-            kernels.joined[tile](grid, 384, arguments, cluster=(1, 1, splits))
-        elif clustered and blocks % 2 == 0:
-            kernels.paired[tile](grid, 384, arguments, cluster=(2, 1, 1))
-        else:
-            kernels.many[tile](grid, 384, arguments)
-        if splits > joined:
+        kernels.many[tile]((blocks, token_tiles, splits), 384, arguments)
+        if splits > 1:
             kernels.reduce((-(-tokens * blocks * ROWS // 4 // 256),), 256, arguments)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -243,16 +229,6 @@ def best_splits(blocks: int, chunks: int, tile: int, processors: int) -> int:
     return min(range(1, max(2, chunks // 4)), key=cost)
 
 
-def joined_splits(blocks: int, chunks: int, processors: int) -> int:
-    """The same where blocks of a cluster add up: fewer splits, but their sums never leave the chip."""
-
-    def cost(splits: int) -> int:
-        rounds = math.ceil(blocks * splits / processors)
-        return rounds * (math.ceil(chunks / splits) + (2 if splits == 1 else JOINING_CHUNKS))
-
-    return min((splits for splits in (1, 2, 4) if splits <= chunks // 4 or splits == 1), key=cost)
-
-
 @dataclass(frozen=True)
 class Kernels:
     """Of one format and activation type."""
@@ -263,8 +239,6 @@ class Kernels:
     permute: nvrtc.Kernel
     reduce: nvrtc.Kernel
     many: dict[int, nvrtc.Kernel]
-    paired: dict[int, nvrtc.Kernel]
-    joined: dict[int, nvrtc.Kernel]
     num_processors: int
 
     def few(self, tiles: int, arguments: KernelArguments, row_tiles: int, one: bool) -> None:
@@ -296,20 +270,14 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
         ring = ring_slots(pair, tokens * rows == 4 or kind.code == BOOK) * pair * rows
         few[tokens, rows] = (module.kernel(name), ring + table)
     pair_groups = 1 if kind.groups == 0 or kind.group > CHUNK else 2 * kind.groups
-    many, paired, joined = (
-        {
-            tile: module.kernel(
-                f"{name}_{tile}",
-                STAGES[tile] * (tile * 128 + 8 * 128 * kind.words + 8 * 32 * raw_words) + table,
-            )
-            for tile in (tiles if hopper else ())
-        }
-        for name, tiles in (("many", TOKEN_TILES), ("pair", CLUSTERED), ("joined", CLUSTERED))
-    )
+    many = {
+        tile: module.kernel(
+            f"many_{tile}", STAGES[tile] * (tile * 128 + 8 * 128 * kind.words + 8 * 32 * raw_words) + table
+        )
+        for tile in (TOKEN_TILES if hopper else ())
+    }
     helpers = {name: module.kernel(name) for name in ("expand", "permute", "reduce")}
-    return Kernels(
-        few, pair_groups, **helpers, many=many, paired=paired, joined=joined, num_processors=num_sms(device)
-    )
+    return Kernels(few, pair_groups, **helpers, many=many, num_processors=num_sms(device))
 
 
 def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) -> str:

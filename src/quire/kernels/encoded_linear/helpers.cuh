@@ -3,7 +3,6 @@
 // x [tokens, columns] -> p.out [chunks][padded tokens][64 columns], columns ordered as physical k of the operands, 16-byte
 // pieces of a row exchanged by the token's number (wgmma's 128-byte swizzle). One thread per 32 columns.
 extern "C" __global__ void permute(const Args p) {
-    asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int parts = p.chunks * 2;
     const i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;

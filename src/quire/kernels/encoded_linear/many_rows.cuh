@@ -1,11 +1,7 @@
 // More tokens, on Hopper: a block owns 128 rows and a tile of tokens. One warp has the copy engine fetch weights and x;
 // two warpgroups decode weights into registers, as operand A of wgmma, each while the tensor cores work for the other.
 // x comes as `permute` orders it: all that a block needs of a chunk lies together. Splits of the columns are summed by
-// `reduce`, in a fixed order. With many tokens blocks form clusters:
-//   pair    two blocks of neighbouring rows share x, which the second-level cache would else be busy with: each has half
-//           of a chunk copied to both
-//   joined  the splits of a tile, which read each other's sums from shared memory, in a fixed order
-enum Kind { kPlain, kPaired, kJoined };
+// `reduce`, in a fixed order.
 
 constexpr int kManyThreads = 384;  // a warpgroup that fetches, and two that multiply
 // Of a block's weights: the first plane, bits above, scales, minimums.
@@ -29,37 +25,6 @@ __device__ inline void copy_bulk(u32 to, const void* from, int bytes, u32 barrie
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
-}
-
-// The same to both blocks of a cluster, and to the barrier of each.
-__device__ inline void copy_to_both(u32 to, const void* from, int bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
-        : "memory");
-}
-
-__device__ inline void arrive_at(u32 barrier, u32 block) {
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
-                     barrier),
-                 "r"(block)
-                 : "memory");
-}
-
-__device__ inline float4 read_of(u32 address, u32 block) {
-    float4 four;
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-        : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-        : "r"(address), "r"(block)
-        : "memory");
-    return four;
-}
-
-// Of all threads of a cluster.
-__device__ inline void meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number (the 128-byte swizzle).
@@ -101,18 +66,17 @@ __device__ inline void scaled_operand(const u32* w, const u32* high, const u32* 
 
 WGMMA  // template <int BN> void wgmma(float* d, const u32* a, unsigned long long b): generated
 
-template <int BN, int kStages, Kind kKind>
+template <int BN, int kStages>
 __device__ inline void many_rows(const Args& p) {
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ __align__(8) unsigned long long full[kStages], empty[kStages];
     constexpr int kXBytes = BN * 128;
-    constexpr bool kPair = kKind == kPaired, kJoin = kKind == kJoined;
     u8* const x_stages = memory;
     u8* const w_stages = memory + kStages * kXBytes;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             init_barrier(shared_address(full + i), 1);
-            init_barrier(shared_address(empty + i), kPair ? 4 : 2);  // warpgroups
+            init_barrier(shared_address(empty + i), 2);  // warpgroups
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -124,31 +88,24 @@ __device__ inline void many_rows(const Args& p) {
     const u32* table = nullptr;
 #endif
     __syncthreads();
-    if (kPair) meet();
     asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, t = lane % 4;
     const int first_token = blockIdx.y * BN;
     const int begin = (int)((i64)p.chunks * blockIdx.z / p.splits), end = (int)((i64)p.chunks * (blockIdx.z + 1) / p.splits);
 
     if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(BN > 64 ? 40 : 32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp == 8 && lane == 0) {
-            const auto fetch_x = [&](int chunk, int stage) {
-                const u16* x = p.x + ((i64)chunk * p.x_stride + first_token) * kTileColumns;
-                const u32 to = shared_address(x_stages + stage * kXBytes), barrier = shared_address(full + stage);
-                if (kPair) {
-                    constexpr int kHalf = kXBytes / 2;
-                    const int rank = blockIdx.x % 2;
-                    copy_to_both(to + rank * kHalf, (const u8*)x + rank * kHalf, kHalf, barrier);
-                } else {
-                    copy_bulk(to, x, kXBytes, barrier);
-                }
-            };
-            const auto fetch_weights = [&](int chunk, int stage) {
+            for (int chunk = begin; chunk < end; ++chunk) {
+                const int turn = chunk - begin, stage = turn % kStages;
                 const u32 barrier = shared_address(full + stage);
+                if (turn >= kStages) wait_barrier(shared_address(empty + stage), (turn / kStages - 1) & 1);
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                              "r"(kXBytes + kWeightBytes)
                              : "memory");
+                const u16* x = p.x + ((i64)chunk * p.x_stride + first_token) * kTileColumns;
+                copy_bulk(shared_address(x_stages + stage * kXBytes), x, kXBytes, barrier);
                 const int at = blockIdx.x * p.chunks + chunk;
                 u32 to = shared_address(w_stages + stage * kWeightBytes);
                 copy_bulk(to, p.packed + (i64)at * 8 * 32 * kMain, kMainBytes, barrier);
@@ -158,28 +115,10 @@ __device__ inline void many_rows(const Args& p) {
                 if (kScaleWords) copy_bulk(to, block_scales(p, at), kScaleBytes, barrier);
                 to += kScaleBytes;
                 if (kMinWords) copy_bulk(to, block_minimums(p, at), kMinBytes, barrier);
-            };
-            // Weights depend on nothing: the first are fetched while the kernel before ends.
-            const int first = begin + kStages < end ? begin + kStages : end;
-#pragma unroll 1
-            for (int chunk = begin; chunk < first; ++chunk) fetch_weights(chunk, chunk - begin);
-            asm volatile("griddepcontrol.wait;" ::: "memory");
-#pragma unroll 1
-            for (int chunk = begin; chunk < first; ++chunk) fetch_x(chunk, chunk - begin);
-#pragma unroll 1
-            for (int chunk = first; chunk < end; ++chunk) {
-                const int turn = chunk - begin, stage = turn % kStages;
-                wait_barrier(shared_address(empty + stage), (turn / kStages - 1) & 1);
-                fetch_weights(chunk, stage);
-                fetch_x(chunk, stage);
             }
         }
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        __syncwarp();
-        if (kJoin) meet();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(BN > 64 ? 232 : 104));
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(BN > 64 ? 240 : 104));
         float d[BN / 2];
 #pragma unroll
         for (int i = 0; i < BN / 2; ++i) d[i] = 0.0f;
@@ -213,13 +152,9 @@ __device__ inline void many_rows(const Args& p) {
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             if (turn > 0 && threadIdx.x % 128 == 0) {  // the chunk before is multiplied: its stage is free
-                const u32 barrier = shared_address(empty + (turn - 1) % kStages);
-                if (kPair) {
-                    arrive_at(barrier, 0);
-                    arrive_at(barrier, 1);
-                } else {
-                    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-                }
+                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(
+                                 shared_address(empty + (turn - 1) % kStages))
+                             : "memory");
             }
         };
         int chunk = begin;
@@ -245,49 +180,22 @@ __device__ inline void many_rows(const Args& p) {
                 for (int e = 0; e < 2; ++e) results[(8 * n + 2 * t + e) * kPitch + local] = d[4 * n + 2 * r + e] * factor;
             }
         }
+        asm volatile("bar.sync 1, 256;" ::: "memory");
         const int channel = blockIdx.x * 128 + 4 * lane, padded = gridDim.x * 128;
-        if (kJoin) {
-            meet();
-            const int share = BN / p.splits, begin_token = share * blockIdx.z;
-            for (int token = begin_token + warp; token < begin_token + share && first_token + token < p.tokens; token += 8) {
-                const u32 address = shared_address(results + token * kPitch + 4 * lane);
-                float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                for (int split = 0; split < p.splits; ++split) {
-                    const float4 four = read_of(address, split);
-                    sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
-                }
-                if (channel < p.rows) store_four(p, first_token + token, channel, sum);
-            }
-        } else {
-            asm volatile("bar.sync 1, 256;" ::: "memory");
-        }
-        for (int token = warp; !kJoin && token < BN && first_token + token < p.tokens; token += 8) {
+        for (int token = warp; token < BN && first_token + token < p.tokens; token += 8) {
             const float4 four = *(const float4*)(results + token * kPitch + 4 * lane);
             const i64 at = first_token + token;
             if (p.splits > 1) *(float4*)(p.partial + ((i64)blockIdx.z * p.tokens + at) * padded + channel) = four;
             else if (channel < p.rows) store_four(p, at, channel, four);
         }
     }
-    if (kKind != kPlain) {  // other blocks may still arrive at this one, or read from it
-        __syncwarp();
-        meet();
-    }
 }
 
 #define MANY(BN, STAGES)                                                                            \
     extern "C" __global__ void __launch_bounds__(kManyThreads, BN > 64 ? 1 : 2) many_##BN(const Args p) { \
-        many_rows<BN, STAGES, kPlain>(p);                                                                \
-    }
-#define CLUSTERS(BN, STAGES)                                                                        \
-    extern "C" __global__ void __launch_bounds__(kManyThreads, 1) pair_##BN(const Args p) {              \
-        many_rows<BN, STAGES, kPaired>(p);                                                               \
-    }                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(kManyThreads, 1) joined_##BN(const Args p) {            \
-        many_rows<BN, STAGES, kJoined>(p);                                                               \
+        many_rows<BN, STAGES>(p);                                                                        \
     }
 MANY(32, 6)
 MANY(64, 6)
 MANY(128, 6)
 MANY(256, 5)
-CLUSTERS(128, 6)
-CLUSTERS(256, 5)
