@@ -60,8 +60,6 @@ def test_splits_fill_the_processors() -> None:
     assert cuda.best_splits(blocks=32, chunks=224, tile=64, processors=132) in range(3, 9)
 
 
-
-
 def test_every_ring_has_a_slot() -> None:
     """Scales in float32 for every 16 or 32 columns make the largest slots."""
     for name in (*SCHEMES, "int4-g32z", "int4-g16z", "int8-1x16", "int8-1x32", "fp8-1x16"):

@@ -23,7 +23,7 @@ def test_a_share_reads_and_computes_more_than_its_part_and_all_sms_have_all():
 def test_the_curve_is_fitted_to_the_shares_that_are_not_tested():
     predictor, true = SharePredictor(shape_of("llama8b", 4)), ShareCurve(reads=2.7, computes=1.1)
     steps = [
-        SharedStep(percent, what, counts, seconds=1.0)
+        SharedStep(percent, percent / 100, what, counts, seconds=1.0)
         for percent in (10, 20, 50, 75, *TESTED)
         for what, counts in (("16 decodes at 512", DECODE), ("1 prompts of 2048", PROMPT))
     ]

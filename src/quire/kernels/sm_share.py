@@ -138,8 +138,8 @@ def whole_groups(share: float, total: int, major: int) -> int:
 
 
 def check_products(device: torch.device) -> None:
-    """ConfigError where cuBLAS leaves parts of its results unwritten, as cuBLAS 13.0 does under MPS with 56, 98 and 104
-    of an H200's 132 SMs, whichever of its algorithms is taken.
+    """ConfigError where cuBLAS leaves parts of its results unwritten, as cuBLAS 13.0 does under MPS with 18, 56, 98,
+    104 and 112 of an H200's 132 SMs, by most of its algorithms.
     """
     weight = torch.zeros(6144, 4096, dtype=torch.bfloat16, device=device)
     for num_tokens in (1, 16, 64, 300, 2048):
@@ -148,7 +148,7 @@ def check_products(device: torch.device) -> None:
         if not out.isfinite().all():
             raise ConfigError(
                 f"{MPS_PERCENTAGE}={os.environ.get(MPS_PERCENTAGE)} cannot be used on this GPU: cuBLAS leaves parts of "
-                f"results unwritten with {num_sms(device)} SMs under MPS; give another percentage (10, 29, 57 and 70 "
+                f"results unwritten with {num_sms(device)} SMs under MPS; give another percentage (5, 10, 90 and 95 "
                 "are right on an H200), or --sm-share without an MPS daemon"
             )
 

@@ -188,7 +188,9 @@ class SymmetricGroup(Group):
         super().__init__(rank, size)
         self._memory, self._handle, self._name = memory, handle, name
         self._turn = 0
-        self._views: dict[tuple[Any, ...], Tensor] = {}  # of ranks' memory: making one takes as long as a launch
+        self._views: dict[
+            tuple[Any, ...], Tensor
+        ] = {}  # of ranks' memory: making one takes as long as a launch
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         """In the order of ranks, so that all of them get the same bits."""
@@ -256,13 +258,19 @@ def device_groups(store: Any, name: str, rank: int, size: int, device: torch.dev
     host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
     if nccl:
         return host, host
-    from torch._C._distributed_c10d import PrefixStore, _register_process_group, _SymmetricMemory  # not every torch has
+    from torch._C._distributed_c10d import (
+        PrefixStore,
+        _register_process_group,
+        _SymmetricMemory,
+    )  # not every torch has
 
     assert dist.group.WORLD is not None, "the ranks have met"
     if _met:
-        raise ConfigError("this process had an engine with ranks on GPUs, and can have one only: start another process")
+        raise ConfigError(
+            "this process had an engine with ranks on GPUs, and can have one only: start another process"
+        )
     _met.append(name)
-    _register_process_group(name, dist.group.WORLD)
+    _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
     _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
     memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
     return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host

@@ -42,7 +42,6 @@ class _SiluMul(torch.autograd.Function):
         return ctx.kernel.silu_mul_backward(grads[0], *ctx.saved_tensors), None
 
 
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., d] / sqrt(mean(x^2) + eps) * weight [d], in float32."""
     wide = x.float() if x.dtype is not weight.dtype else x.clone()

@@ -89,7 +89,7 @@ class TrainFactory(LayerFactory):
         fused = None
         if self.device.type == "cuda":
             fused = Fused(choose("rotary", self.device), choose("packed_attention", self.device))
-        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__), fused)
+        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__), fused=fused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,7 @@ class _Rotated(torch.autograd.Function):
     """Of q and k in qkv [T, (heads + 2 * kv_heads) * head_dim], in place."""
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, kernel: ModuleType, layer: Attention, positions: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, kernel: ModuleType, layer: Attention, positions: Tensor) -> Tensor:
         ctx.kernel, ctx.layer = kernel, layer
         ctx.save_for_backward(positions)
         ctx.mark_dirty(qkv)
@@ -136,7 +134,14 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_len: int, scale: float, kernel: ModuleType
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        max_len: int,
+        scale: float,
+        kernel: ModuleType,
     ) -> Tensor:
         out, sums = kernel.forward(q, k, v, starts, max_len, scale)
         ctx.save_for_backward(q, k, v, out, sums, starts)

@@ -6,7 +6,7 @@ time slices with green contexts of half of the processors each (`--sm-share`), u
 the processors (`--splits`). On a CPU (`--device cpu`) they run alone, on the same cores, and each on its own.
 
 Others have one engine at a time: `share` has the whole GPU, then a green context of half of its SMs. `steps` times
-decodes and prompts with 10 to 100 % under MPS (`quire_lab.fit.sm_shares` fits and predicts them). In `fault` a
+decodes and prompts in green contexts of 10 to 100 % (`quire_lab.fit.sm_shares` fits and predicts them). In `fault` a
 neighbour under MPS faults, after which another engine starts. `mig` compares the table of NVML with ours.
 """
 
@@ -32,12 +32,11 @@ from quire.core.sampling import SamplingParams
 from quire.observe.host import MPS_PERCENTAGE
 from quire_lab.benchmarks import workloads
 
-CALIBRATION = (10, 20, 36, 100)  # percent of the SMs; others are tested: quire_lab.fit.sm_shares
-PERCENTAGES = (14, 29, 57, *CALIBRATION)
-GREEN = (43, 75)  # of `steps-green`: under MPS cuBLAS is wrong with these on an H200 (kernels/sm_share.py)
-SPLITS = "50:50,70:30,80:20"  # percent of the engine that decodes, and of the other
-WITHOUT_MPS = ("alone", "time-slices", "green-contexts", "share", "steps-green", "mig")
-MODES = (*WITHOUT_MPS, "mps", "mps-percent", "steps", "fault")
+CALIBRATION = (10, 20, 36, 75, 100)  # percent of the SMs; others are tested: quire_lab.fit.sm_shares
+PERCENTAGES = (14, 29, 43, 57, *CALIBRATION)
+SPLITS = "50:50,70:30,90:10,95:5"  # percent of the engine that decodes, and of the other
+WITHOUT_MPS = ("alone", "time-slices", "green-contexts", "share", "steps", "mig")
+MODES = (*WITHOUT_MPS, "mps", "mps-percent", "fault")
 CPU_MODES = ("alone", "same-cores", "own-cores")
 CELLS = ((16, 512, 16), (1, 2048, 1))  # sequences, tokens before, decodes: what `steps` and `share` time
 REPEATS = 3
@@ -146,9 +145,10 @@ def run_mode(
         yield from shares(num_layers)
     elif mode == "mig":
         yield mig_table()
-    elif mode == "steps-green":
-        limited = {str(percent): {"QUIRE_SM_SHARE": f"{percent / 100:g}"} for percent in GREEN}
-        yield from steps(limited, num_layers)
+    elif mode == "steps":
+        limited = {str(percent): {"QUIRE_SM_SHARE": f"{percent / 100:g}"} for percent in PERCENTAGES}
+        for row in one_by_one(limited, num_layers):
+            yield {"percent": int(row["role"]), **row}
     else:
         with mps() as environment:
             yield from under_mps(mode, environment, device, seconds, splits, num_layers)
@@ -166,23 +166,10 @@ def under_mps(
             pairs.append({role: {**environment, MPS_PERCENTAGE: part} for role, part in parts})
         for split, rows in zip(splits.split(","), in_turn(pairs, device, seconds), strict=True):
             yield from ({"split": split, **row} for row in rows)
-    elif mode == "steps":
-        limited = {str(percent): _share_of_mps(environment, percent) for percent in PERCENTAGES}
-        yield from steps(limited, num_layers)
     elif mode == "fault":
         yield from together({"prompts": environment, "fault": environment}, device, seconds)
         for row in together({"prompts": environment}, device, min(seconds, 2.0)):
             yield {**row, "role": "restarted"}
-
-
-def steps(limited: dict[str, dict[str, str]], num_layers: int | None) -> Iterator[dict[str, Any]]:
-    for row in one_by_one(limited, num_layers):
-        yield {"percent": int(row["role"]), **row}
-
-
-def _share_of_mps(environment: dict[str, str], percent: int) -> dict[str, str]:
-    """Both say the same, so GEMMs are chosen for the share."""
-    return {**environment, MPS_PERCENTAGE: str(percent), "QUIRE_SM_SHARE": f"{percent / 100:g}"}
 
 
 def shares(num_layers: int | None) -> Iterator[dict[str, Any]]:

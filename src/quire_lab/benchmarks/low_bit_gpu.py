@@ -3,8 +3,8 @@
     PYTHONPATH=src python -m quire_lab.benchmarks.low_bit_gpu [--only checks,chain,products,kv] [--output results.json]
 
 checks    every kernel against decoded rows, outputs poisoned; layers in a graph against the same, one kernel at a time
-chain     llama8b's layers in a graph, as a decode of few rows runs them: early launches and shares of a multiprocessor
-products  llama8b's matrices at 65 to 512 tokens: clusters, single blocks, a decoded weight with cuBLAS, bfloat16
+chain     llama8b's layers in a graph, as a decode of few rows runs them: early launches and sizes of the ring
+products  llama8b's matrices at 65 to 512 tokens: by blocks, a decoded weight with cuBLAS, bfloat16
 kv        attention of 256 rows over pages in bfloat16 and int8, with several tiles
 
 Weights are read from memory: more of them than the chip's cache holds take turns. Needs torch and Triton only.
@@ -284,34 +284,23 @@ def changed(fresh: bool = True, **values: Any) -> Iterator[None]:
 @contextmanager
 def launches(products: bool, others: bool) -> Iterator[None]:
     """Whether products and Triton's kernels start early."""
-    attributes, early = nvrtc._attributes, dict(dependents.EARLY)
-
-    def late(cluster: tuple[int, int, int] | None) -> Any:
-        kept = list(attributes(cluster))[1:]
-        return (nvrtc._LaunchAttribute * len(kept))(*kept)
-
-    if not products:
-        nvrtc._attributes = late  # type: ignore[assignment]
+    early = dict(dependents.EARLY)
+    nvrtc._EARLY.value[0] = int(products)
     if not others:
         dependents.EARLY.clear()
     try:
         yield
     finally:
-        nvrtc._attributes = attributes
+        nvrtc._EARLY.value[0] = 1
         dependents.EARLY.update(early)
-
-
-def whole(at_once: int, shared_bytes: int) -> int:
-    return at_once
 
 
 WAYS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
     "as it is": ({}, (True, True)),
-    "before": ({"shared_out": whole}, (True, False)),
-    "no early start": ({"shared_out": whole}, (False, False)),
-    "whole SM, all early": ({"shared_out": whole}, (True, True)),
-    "ring 48K": ({"RING_BYTES": 49152, "SHARE_BYTES": 160000}, (True, True)),
-    "ring 64K": ({"RING_BYTES": 65536, "SHARE_BYTES": 190000}, (True, True)),
+    "only products early": ({}, (True, False)),
+    "no early start": ({}, (False, False)),
+    "ring 48K": ({"RING_BYTES": 49152}, (True, True)),
+    "ring 64K": ({"RING_BYTES": 65536}, (True, True)),
     "ring 24K": ({"RING_BYTES": 24576}, (True, True)),
     "as it is, again": ({}, (True, True)),
 }
@@ -326,7 +315,7 @@ def time_chains() -> list[dict[str, Any]]:
             for name, scheme in {"bf16": None, **CHAINED}.items():
                 chain = Chain(scheme, count, attends)
                 for way, (values, early) in WAYS.items():
-                    if scheme is None and way not in ("as it is", "before", "as it is, again"):
+                    if scheme is None and way.startswith("ring"):
                         continue
                     with changed(**values), launches(*early):
                         chain.forget()
@@ -373,18 +362,8 @@ def _time_product(weights: list[Tensor], products: list[Any], tokens: int) -> di
         for weight in weights:
             torch.mm(x, weight.t(), out=out)
 
-    ways: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
-        "clusters_us": (many, {}),
-        "blocks_us": (many, {"CLUSTERED": ()}),
-        "pairs_only_us": (many, {"joined_splits": lambda *_: 1}),
-        "decoded_us": (expanded, {}),
-        "bf16_us": (plain, {}),
-    }
-    times = {}
-    for label, (run, values) in ways.items():
-        with changed(fresh=False, **values):
-            times[label] = round(1e6 * graph_seconds(run) / len(weights), 2)
-    return times
+    ways = {"blocks_us": many, "decoded_us": expanded, "bf16_us": plain}
+    return {label: round(1e6 * graph_seconds(run) / len(weights), 2) for label, run in ways.items()}
 
 
 KV_TILES = (

@@ -1,9 +1,9 @@
-"""Training on one GPU: `python -m quire_lab.benchmarks.train_gpu [--parts attention,sparse,lora,qlora] [--output FILE]`.
+"""Training on one GPU: `python -m quire_lab.benchmarks.train_gpu [--parts attention,sparse,lora,qlora,tiles]`.
 
-`attention`: the kernel's values and gradients beside the reference, and its forward and backward pass beside cuDNN's
-and FlashAttention-2's of PyTorch. `sparse`: time of block-sparse attention by the share of blocks. `lora` and `qlora`: steps
-of the trainer on a published shape with random weights, packed sequences, every linear layer adapted. Model FLOPs are
-those that gradients of LoRA need: two products per weight and token, attention's without its recomputation.
+`attention`: the kernels' values and gradients beside the reference, their forward and backward passes beside cuDNN's
+and FlashAttention-2's of PyTorch. `sparse`: time of block-sparse attention by the share of blocks. `lora` and `qlora`:
+steps of the trainer on a published shape with random weights, packed sequences, every linear layer adapted. Model FLOPs
+are what gradients of LoRA need: two products per weight and token, attention's without its recomputation.
 `tiles` times the kernels with other tiles; `--profile` prints the kernels of a step by time.
 """
 
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,10 @@ def attention(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         out, sums = triton.forward(q, k, v, *given)
         grad = torch.randn_like(out)
         work = flops(lengths)
-        forward = timed(lambda: triton.forward(q, k, v, *given))
+        forward = timed(partial(triton.forward, q, k, v, *given))
         row = {"lengths": f"{len(lengths)} x {lengths[0]}"}
         for name, kernel in (("triton", triton), ("cuda", cuda)):
-            backward = timed(lambda kernel=kernel: kernel.backward(grad, q, k, v, out, sums, *given))
+            backward = timed(partial(kernel.backward, grad, q, k, v, out, sums, *given))
             row |= speeds(name, work, forward, backward)
         del row["cuda_forward"]  # Triton's
         if len(set(lengths)) == 1:
@@ -160,7 +161,14 @@ def checked(kernel: Any, lengths: list[int], mask: Tensor | None, dtype: torch.d
     same = all(torch.equal(first, second) for first, second in zip(grads, again, strict=True))
     good = same and max(errors.values()) < 0.01
     name = kernel.__name__.rpartition(".")[2]
-    return {"check": "ok" if good else "FAIL", "kernel": name, "dtype": str(dtype), "sparse": mask is not None, "same_again": same, "errors": errors}
+    return {
+        "check": "ok" if good else "FAIL",
+        "kernel": name,
+        "dtype": str(dtype),
+        "sparse": mask is not None,
+        "same_again": same,
+        "errors": errors,
+    }
 
 
 def random_mask(blocks: int, density: float) -> Tensor:
@@ -189,10 +197,8 @@ def sparse(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         given = (starts, length, WIDTH**-0.5, mask)
         out, sums = triton.forward(q, k, v, *given)
         times = {
-            "forward": replayed(lambda given=given: triton.forward(q, k, v, *given)),
-            "backward": replayed(
-                lambda given=given, out=out, sums=sums: triton.backward(out, q, k, v, out, sums, *given)
-            ),
+            "forward": replayed(partial(triton.forward, q, k, v, *given)),
+            "backward": replayed(partial(triton.backward, out, q, k, v, out, sums, *given)),
         }
         times["both"] = times["forward"] + times["backward"]
         whole = whole or times
@@ -212,14 +218,12 @@ def tiles(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     usual = {name: getattr(triton, name) for name in SWEEP}
     for name, candidates in SWEEP.items():
         for sizes in candidates:
-            setattr(triton, name, triton.Tiles(*sizes))
+            setattr(triton, name, triton.TileSizes(*sizes))
             try:
                 out, sums = triton.forward(q, k, v, *given)
-                run = (
-                    (lambda: triton.forward(q, k, v, *given))
-                    if name == "FORWARD"
-                    else lambda out=out, sums=sums: triton.backward(out, q, k, v, out, sums, *given)
-                )
+                run = partial(triton.backward, out, q, k, v, out, sums, *given)
+                if name == "FORWARD":
+                    run = partial(triton.forward, q, k, v, *given)
                 yield {"kernel": name, "tiles": sizes, "ms": round(1e3 * timed(run, 6), 3)}
             except Exception as error:
                 yield {"kernel": name, "tiles": sizes, "error": str(error).splitlines()[0][:100]}

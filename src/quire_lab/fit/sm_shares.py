@@ -30,7 +30,8 @@ GRID = [exponent / 100 for exponent in range(50, 600)]
 class SharedStep:
     """A measured step of an engine on a share of the SMs."""
 
-    percent: int
+    percent: int  # that was asked for
+    share: float  # that the engine had: green contexts have whole groups of SMs
     what: str
     counts: Sequence[StepCounts]
     seconds: float
@@ -59,7 +60,7 @@ class SharePredictor:
         self._model: ModelNumbers = model_costs(model, parts.precision, 16)
 
     def seconds(self, step: SharedStep, curve: ShareCurve = SHARE_CURVE) -> float:
-        rates = curve.rates(self._device.rates, step.percent / 100)
+        rates = curve.rates(self._device.rates, step.share)
         cost = CostModel(rates, self._device.factors, self._model)
         return sum(cost.seconds(counts) for counts in step.counts)
 
@@ -88,13 +89,13 @@ def read_steps(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[
     rows = [row for row in rows if row["mode"] == "steps" and "steps" in row]
     if not rows:
         raise SystemExit("the record has no measured steps: run gpu_sharing --modes steps")
-    steps = [
-        SharedStep(
-            row["percent"], step["what"], [StepCounts(**count) for count in step["counts"]], step["seconds"]
-        )
-        for row in rows
-        for step in row["steps"]
-    ]
+    whole = max(row["num_sms"] for row in rows)
+    steps = []
+    for row in rows:
+        for step in row["steps"]:
+            counts = [StepCounts(**count) for count in step["counts"]]
+            share = row["num_sms"] / whole
+            steps.append(SharedStep(row["percent"], share, step["what"], counts, step["seconds"]))
     return shape_of(rows[0]["shape"], rows[0]["layers"]), steps
 
 

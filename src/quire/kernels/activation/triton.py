@@ -60,7 +60,11 @@ def _silu_backward_kernel(grad, x, out, width, BLOCK: tl.constexpr):
     share = 1.0 / (1.0 + tl.exp(-gate))
     of_gate = upstream * up * share * (1.0 + gate * (1.0 - share))
     tl.store(out + row * 2 * width + column, of_gate.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + row * 2 * width + width + column, (upstream * gate * share).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * 2 * width + width + column,
+        (upstream * gate * share).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def silu_mul_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -44,17 +44,9 @@ class _Arguments(ctypes.Structure):
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    starts: Tensor,
-    max_len: int,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, max_len: int,
+    scale: float, mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference."""
     if mask is not None or not serves(q):
         return triton.backward(grad, q, k, v, out, sums, starts, max_len, scale, mask)
@@ -103,7 +95,9 @@ def source(dtype: torch.dtype) -> str:
     _, kind = _KINDS[dtype]
     text = (Path(__file__).parent / "hopper.cuh").read_text()
     generated = _pair_of(kind) + _wgmma(kind, "scores", 64, False) + _wgmma(kind, "sums", 128, True)
-    return "".join(generated if line.startswith("WGMMA ") else line for line in text.splitlines(keepends=True))
+    return "".join(
+        generated if line.startswith("WGMMA ") else line for line in text.splitlines(keepends=True)
+    )
 
 
 def _pair_of(kind: str) -> str:
@@ -129,7 +123,11 @@ def _wgmma(kind: str, name: str, columns: int, adds: bool) -> str:
     bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     a_given, a_bound, at, transposed = ("u64 a", '"l"(a)', f"%{count}", "0, 0")
     if adds:
-        a_given, at, transposed = "const u32* a", f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}", "1"
+        a_given, at, transposed = (
+            "const u32* a",
+            f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}",
+            "1",
+        )
         a_bound = ", ".join(f'"r"(a[{i}])' for i in range(4))
     rest = count + (4 if adds else 1)
     given, predicate = ("", '"r"(1)') if adds else (", int adds", '"r"(adds)')

@@ -1,7 +1,7 @@
 """FlashAttention of packed sequences in Triton: softmax in tiles, and a backward pass that computes scores again.
 
 The forward pass keeps each softmax's statistics. The backward pass runs over queries for dQ, then over keys for dK and
-dV, so that no sum depends on the order of programs. Tiles before the diagonal need no mask; blocks that a sparse mask
+dV, so that no sum depends on the order of programs. TileSizes before the diagonal need no mask; blocks that a sparse mask
 leaves out are in no list, and cost nothing. Promises are those of the reference.
 """
 
@@ -17,7 +17,7 @@ from quire.kernels.attention.triton_tile import INTERPRETED, LOG2_E, NEGATIVE_IN
 from quire.kernels.packed_attention.reference import BLOCK
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
     """How a kernel is launched."""
 
     queries: int
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# Of 16-bit inputs: the fastest of those that quire_lab.benchmarks.train_gpu compares, with heads of 128 on an H200.
-FORWARD, QUERIES, KEYS = Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)
+# Of 16-bit inputs: the fastest that quire_lab.benchmarks.train_gpu compares, with heads of 128 on an H200.
+FORWARD, QUERIES, KEYS = TileSizes(128, 128, 8, 3), TileSizes(128, 64, 8, 3), TileSizes(64, 64, 4, 2)
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def _next(
 ):  # fmt: skip
     """LENGTH rows of a loop from `start` on, of one head and the sequence that begins at `first`.
 
-    `source` is a tensor map of [T, heads * D], and what lies beyond the sequence is its neighbour's; where D is no power
-    of two it is a pointer, and zeros lie beyond.
+    `source` is a tensor map of [T, heads * D], and what lies beyond the sequence is its neighbour's; where D is no
+    power of two it is a pointer, and zeros lie beyond.
     """
     if D == BLOCK_D:
         tile = source.load([first + start, head * D])
@@ -131,7 +131,9 @@ def _forward(
                 q_tile, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride, scale, top, total,
                 result, D, BLOCK_D, BN, True,
             )  # fmt: skip
-        _store(out + (from_first * HQ + head) * D, queries, count, HQ * D, result / total[:, None], D, BLOCK_D)
+        _store(
+            out + (from_first * HQ + head) * D, queries, count, HQ * D, result / total[:, None], D, BLOCK_D
+        )
         where = sums + head.to(tl.int64) * num_tokens + from_first + queries
         tl.store(where, (top + tl.log2(total)) / LOG2_E, mask=queries < count)
 
@@ -271,7 +273,9 @@ def _backward_keys(
 
 
 @triton.jit
-def _list_kernel(mask, lists, counts, blocks, row_stride, column_stride, LATER: tl.constexpr, BLOCK: tl.constexpr):
+def _list_kernel(
+    mask, lists, counts, blocks, row_stride, column_stride, LATER: tl.constexpr, BLOCK: tl.constexpr
+):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = (column < blocks) & (column > row if LATER else column < row)
     seen = tl.load(mask + row * row_stride + column * column_stride, mask=inside, other=0) != 0
@@ -301,17 +305,9 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    starts: Tensor,
-    max_len: int,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, max_len: int,
+    scale: float, mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference."""
     grad, q, k, v = grad.contiguous(), rows_of_heads(q), rows_of_heads(k), rows_of_heads(v)
     dq, delta = backward_queries(grad, q, k, v, out, sums, starts, max_len, scale, mask)
@@ -324,17 +320,9 @@ def backward(
 
 
 def backward_queries(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    starts: Tensor,
-    max_len: int,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, max_len: int,
+    scale: float, mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dQ, and the row sums of grad * out [Hq, T] float32. Heads lie side by side."""
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(sums)
     tiles = _tiles(QUERIES, q, mask)
@@ -362,8 +350,8 @@ def _padded(width: int) -> int:
 
 
 def _lists(mask: Tensor, of_keys: bool) -> tuple[Tensor, Tensor]:
-    """[blocks, blocks] and [blocks] int32: the earlier blocks of keys that each block of queries sees, and their number;
-    with `of_keys` the later blocks of queries that see each block of keys."""
+    """[blocks, blocks] and [blocks] int32: the earlier blocks of keys that each block of queries sees, and their
+    number; with `of_keys` the later blocks of queries that see each block of keys."""
     blocks = len(mask)
     lists, counts = (mask.new_empty(shape, dtype=torch.int32) for shape in ((blocks, blocks), (blocks,)))
     strides = mask.stride()[::-1] if of_keys else mask.stride()
@@ -371,16 +359,16 @@ def _lists(mask: Tensor, of_keys: bool) -> tuple[Tensor, Tensor]:
     return lists, counts
 
 
-def _tiles(usual: Tiles, q: Tensor, mask: Tensor | None) -> Tiles:
+def _tiles(usual: TileSizes, q: Tensor, mask: Tensor | None) -> TileSizes:
     if mask is not None:
-        return Tiles(BLOCK, BLOCK, 4, 2)
-    return usual if q.element_size() == 2 else Tiles(64, 32, 4, 2)
+        return TileSizes(BLOCK, BLOCK, 4, 2)
+    return usual if q.element_size() == 2 else TileSizes(64, 32, 4, 2)
 
 
 def _launch(
     kernel: triton.JITFunction,
     grid: tuple[int, int, int],
-    tiles: Tiles,
+    tiles: TileSizes,
     given: tuple[TensorDescriptor | Tensor, ...],
     qkv: tuple[Tensor, Tensor, Tensor],
     scale: float,
