@@ -89,7 +89,8 @@ class TrainFactory(LayerFactory):
         fused = None
         if self.device.type == "cuda":
             fused = Fused(choose("rotary", self.device), choose("packed_attention", self.device))
-        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__), fused=fused)
+        settings = {name: getattr(made, name) for name in Attention.__slots__}
+        return PackedAttention(**settings, fused=fused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """FlashAttention of packed sequences in Triton: softmax in tiles, and a backward pass that computes scores again.
 
 The forward pass keeps each softmax's statistics. The backward pass runs over queries for dQ, then over keys for dK and
-dV, so that no sum depends on the order of programs. TileSizes before the diagonal need no mask; blocks that a sparse mask
+dV, so that no sum depends on the order of programs. Tiles before the diagonal need no mask; blocks that a sparse mask
 leaves out are in no list, and cost nothing. Promises are those of the reference.
 """
 
