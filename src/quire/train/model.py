@@ -123,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, labels: Tensor, model: DecoderModel) -> Tensor:
         losses, grads = [], []
-        step = LOSS_ROWS[hidden.device.type]
+        step = LOSS_ROWS.get(hidden.device.type, LOSS_ROWS["cpu"])
         for first in range(0, len(labels), step):
             part = hidden[first : first + step].detach().requires_grad_(hidden.requires_grad)
             with torch.enable_grad():
