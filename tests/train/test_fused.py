@@ -10,7 +10,7 @@ from quire.kernels import registry
 from quire.kernels.activation import reference
 from quire.models.registry import describe
 from quire.train.frozen import EncodedWeight, FrozenFormat, store_int8
-from quire.train.layers import Fused
+from quire.train.layers import Fused, fuses
 from quire.train.lora import LoraParameters
 from quire.train.model import Example, TrainedModel
 from quire.weights.source import open_source
@@ -67,6 +67,12 @@ def test_the_kernel_of_gated_silu_has_its_gradient():
     torch.testing.assert_close(
         kernel.silu_mul_backward(grad, x), reference.silu_mul_backward(grad, x), rtol=1e-4, atol=1e-5
     )
+
+
+def test_heads_whose_tiles_do_not_fit_have_the_attention_of_torch():
+    assert fuses(128, torch.bfloat16)
+    assert not fuses(256, torch.bfloat16)  # Gemma's
+    assert not fuses(128, torch.float32)
 
 
 def test_tables_of_qlora_on_a_gpu_are_kept_in_int8():

@@ -222,6 +222,7 @@ class SymmetricGroup(Group):
         return whole
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
+        assert x.nbytes <= TURN, "a broadcast is of few tokens"
         shown = self._shown(0, tuple(x.shape), x.dtype)
         if self.rank == 0:
             shown.copy_(x)
@@ -265,15 +266,15 @@ def device_groups(store: Any, name: str, rank: int, size: int, device: torch.dev
     )  # not every torch has
 
     assert dist.group.WORLD is not None, "the ranks have met"
-    if _met:
+    if _mapped:
         raise ConfigError(
             "this process had an engine with ranks on GPUs, and can have one only: start another process"
         )
-    _met.append(name)
+    _mapped.append(name)
     _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
     _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
     memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
     return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
 
 
-_met: list[str] = []  # the group of symmetric memory
+_mapped: list[str] = []  # the group of symmetric memory

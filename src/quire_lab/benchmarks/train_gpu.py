@@ -9,6 +9,7 @@ are what gradients of LoRA need: two products per weight and token, attention's 
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ def timed(run: Callable[[], object], repeats: int = 10) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times[3:])[repeats // 2]
+    return statistics.median(times[3:])
 
 
 def drawn(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -271,7 +272,7 @@ def train(options: argparse.Namespace, folder: Path, qlora: bool) -> Iterator[di
         with profiler(trainer.step == trainer.num_steps - 2):
             done.append(trainer._one_step())
             torch.cuda.synchronize()
-    seconds = sorted(step.seconds for step in done[2:])[(len(done) - 2) // 2]
+    seconds = statistics.median(step.seconds for step in done[2:])
     work = needed(model, [length] * count)
     yield {
         "shape": options.shape,

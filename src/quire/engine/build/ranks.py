@@ -152,7 +152,7 @@ def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
             f"set {SHARED_CARD}=1 to let ranks share a card"
         )
     torch.cuda.set_device(rank % count)
-    share = config.memory.gpu_memory_utilization / -(-size // count)
+    share = config.memory.gpu_memory_utilization / len(range(rank % count, size, count))
     memory = replace(config.memory, gpu_memory_utilization=share)
     return replace(config, memory=memory, runner=replace(config.runner, device=f"cuda:{rank % count}"))
 
