@@ -69,10 +69,13 @@ def test_the_kernel_of_gated_silu_has_its_gradient():
     )
 
 
-def test_heads_whose_tiles_do_not_fit_have_the_attention_of_torch():
-    assert fuses(128, torch.bfloat16)
-    assert not fuses(256, torch.bfloat16)  # Gemma's
-    assert not fuses(128, torch.float32)
+def test_what_does_not_fit_has_the_attention_of_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fuses(128, torch.bfloat16, CPU)
+    assert not fuses(256, torch.bfloat16, CPU)  # Gemma's heads
+    assert not fuses(128, torch.float32, CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not fuses(128, torch.bfloat16, CPU)
 
 
 def test_tables_of_qlora_on_a_gpu_are_kept_in_int8():

@@ -12,6 +12,7 @@ from quire.kernels import registry
 from quire.kernels.attention.tuning import AttentionTuning
 from quire.kernels.lora.records import SOURCES
 from quire.kernels.moe.records import AwayExperts, Routing
+from quire.kernels.packed_attention.reference import BLOCK
 from quire.kernels.sample.columns import WORDS
 from quire.layers.attention import Pool
 from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NUM_BLOCKS, ints
@@ -163,17 +164,18 @@ def _measured_attention(recorder: Recorder) -> None:
 
 
 def _training(recorder: Recorder) -> None:
-    """Attention of packed sequences, forward and backward, dense and block-sparse."""
+    """Attention of packed sequences, forward and backward, dense and block-sparse; the gradient of gated SiLU."""
     kernel: Any = registry.load("packed_attention", "triton")
     for heads, kv_heads, head_dim, tokens in ((32, 8, 128, 4096), (9, 3, 64, 2048)):
         recorder.case = f"training attention of {heads} heads of {head_dim}"
         q = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16, device=META)
         k = torch.empty(tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=META)
-        blocks = tokens // kernel.TILE
+        blocks = tokens // BLOCK
         for mask in (None, torch.empty(blocks, blocks, dtype=torch.uint8, device=META)):
             given = (ints(4), tokens, 0.1, mask)
             out, sums = kernel.forward(q, k, k, *given)
             kernel.backward(out, q, k, k, out, sums, *given)
+    registry.load("activation", "triton").silu_mul_backward(_halves(64, 14336), _halves(64, 28672))
 
 
 def _longs(count: int) -> Tensor:

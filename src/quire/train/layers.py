@@ -87,15 +87,15 @@ class TrainFactory(LayerFactory):
     def attention(self, *args: Any, **settings: Any) -> Attention:
         made = super().attention(*args, **settings)
         fused = None
-        if self.device.type == "cuda" and fuses(made.head_dim, self.dtype):
+        if self.device.type == "cuda" and fuses(made.head_dim, self.dtype, self.device):
             fused = Fused(choose("rotary", self.device), choose("packed_attention", self.device))
         settings = {name: getattr(made, name) for name in Attention.__slots__}
         return PackedAttention(**settings, fused=fused)
 
 
-def fuses(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether tiles of larger heads and wider numbers fit in shared memory: others have torch's attention."""
-    return head_dim <= 128 and dtype.itemsize == 2
+def fuses(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the tiles fit in registers and shared memory: others have torch's attention."""
+    return head_dim <= 128 and dtype.itemsize == 2 and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @dataclass(frozen=True, slots=True)
