@@ -244,3 +244,16 @@ def test_settings_that_cannot_work_are_refused():
         TrainSettings.of(lr=1)
     auto = TrainSettings.of(epochs="auto", batch_size="auto").resolved(500, 135_000_000, on_gpu=False)
     assert (auto.batch_size, auto.epochs, auto.learning_rate, auto.alpha) == (16, 5, 5e-4, 32.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused_with_what_to_give(tiny, data, tmp_path):
+    with pytest.raises(ConfigError, match="device='cuda' was asked for, but PyTorch sees no GPU here"):
+        finetune(replace(job(tiny, data, tmp_path / "out"), device="cuda"))
+
+
+def test_more_ranks_than_gpus_are_refused(tiny, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--ranks 2 need a GPU each, and PyTorch sees 1: lower it"):
+        finetune(replace(job(tiny, data, tmp_path / "out"), device="cuda", world=2))

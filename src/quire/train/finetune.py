@@ -15,6 +15,7 @@ import torch
 from quire.adapters.peft import WEIGHTS
 from quire.core.config import ModelConfig
 from quire.core.errors import ConfigError, TrainingError
+from quire.engine.build.resolve import resolve_device
 from quire.kernels import huge_pages
 from quire.models.registry import describe
 from quire.text.load import load_tokenizer
@@ -156,10 +157,14 @@ def _check_output(job: FinetuneJob) -> None:
 
 
 def _device(job: FinetuneJob) -> torch.device:
-    name = job.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(f"cuda:{job.rank}" if name == "cuda" and job.world > 1 else name)
+    device = resolve_device(job.device)
+    if device.type != "cuda" or job.world == 1:
+        return device
+    if job.world > torch.cuda.device_count():
+        raise ConfigError(
+            f"--ranks {job.world} need a GPU each, and PyTorch sees {torch.cuda.device_count()}: lower it"
+        )
+    return torch.device("cuda", job.rank)
 
 
 def _max_length(settings: TrainSettings, config: ModelConfig) -> int:
