@@ -21,6 +21,8 @@ constexpr int64_t kManyColumns = 640;      // of the others: two of them stay in
 constexpr int64_t kEncodedBytes = 16384;   // of packed weights that a thread claims at a time, at least
 constexpr int64_t kRoundAlone = 8192;      // elements below which a second thread is not worth waking
 constexpr int64_t kEncodedAlone = 65536;   // products below which one thread does it all
+constexpr int64_t kRoundedSteps = 64;      // of x, whose scales are found before they are rounded
+constexpr float kSmallestPeak = 1e-30f;    // of a step; what is smaller counts as zero
 
 struct EncodedProblem {
     Stored weight;
@@ -37,46 +39,103 @@ struct EncodedProblem {
     int64_t steps() const { return weight.columns / kStep; }
 };
 
-// Whole numbers to bytes, and their sum.
-inline int32_t store_whole(int8_t* target, Floats whole) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole.v));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), bytes);
-    const __m128i eights = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
-    return _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_unpackhi_epi64(eights, eights))) - kLanes * 128;
-#else
-    store_bytes(target, whole, 0);
-    return static_cast<int32_t>(sum(whole));
-#endif
+// Sets all of `target` but its scale, given 127 / (largest magnitude) and the scale.
+inline void round_step(const float* x, float inverse, int32_t offset, bool halves, Activations& target) {
+    const Floats first = round_even(multiply(load(x), broadcast(inverse)));
+    const Floats second = round_even(multiply(load(x + kLanes), broadcast(inverse)));
+    store_bytes(target.values, first, 0);
+    store_bytes(target.values + kLanes, second, 0);
+    target.set_sums(static_cast<int32_t>(sum(first)), static_cast<int32_t>(sum(second)), offset, halves);
 }
 
-inline void round_step(const float* x, int32_t offset, bool halves, Activations& target) {
-    const Floats low = load(x), high = load(x + kLanes);
-    const float absmax = largest(maximum(absolute(low), absolute(high)));
-    constexpr float kSmallest = 1e-30f;
-    const bool nothing = absmax < kSmallest;
-    const Floats inverse = broadcast(nothing ? 0.0f : 127.0f / absmax);
-    const int32_t first = store_whole(target.values, round_even(multiply(low, inverse)));
-    const int32_t second = store_whole(target.values + kLanes, round_even(multiply(high, inverse)));
-    target.scale = nothing ? 0.0f : absmax * (1.0f / 127.0f);
-    target.sum = target.scale * static_cast<float>(first + second);
-    target.start[0] = -offset * (halves ? first : first + second);
-    target.start[1] = -offset * second;
+// The inverses of `steps` steps, and their scales to `target`.
+inline void scale_steps(const float* x, int64_t steps, float* inverses, Activations* target) {
+    for (int64_t i = 0; i < steps; ++i, x += kStep) {
+        const float absmax = largest(maximum(absolute(load(x)), absolute(load(x + kLanes))));
+        const bool nothing = absmax < kSmallestPeak;
+        inverses[i] = nothing ? 0.0f : 127.0f / absmax;
+        target[i].scale = nothing ? 0.0f : absmax * (1.0f / 127.0f);
+    }
+}
+
+#if defined(__AVX512VNNI__)
+// The same for four steps: their largest magnitudes are found together.
+inline void scale_four(const float* x, float* inverses, Activations* target) {
+    __m512 peaks[4];
+    for (int i = 0; i < 4; ++i) {
+        const float* step = x + i * kStep;
+        peaks[i] = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(step)), _mm512_abs_ps(_mm512_loadu_ps(step + kLanes)));
+    }
+    const auto joined = [](__m512 a, __m512 b) {
+        return _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    };
+    const __m512d low = joined(peaks[0], peaks[1]), high = joined(peaks[2], peaks[3]);
+    const __m512 fours = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                                       _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    const __m256 eights = _mm256_max_ps(low_half(fours), high_half(fours));
+    const __m128 absmax = _mm_max_ps(_mm256_castps256_ps128(eights), _mm256_extractf128_ps(eights, 1));
+    const __mmask8 some = _mm_cmp_ps_mask(absmax, _mm_set1_ps(kSmallestPeak), _CMP_GE_OQ);
+    _mm_storeu_ps(inverses, _mm_maskz_div_ps(some, _mm_set1_ps(127.0f), absmax));
+    alignas(16) float scales[4];
+    _mm_store_ps(scales, _mm_maskz_mul_ps(some, absmax, _mm_set1_ps(1.0f / 127.0f)));
+    for (int i = 0; i < 4; ++i) target[i].scale = scales[i];
+}
+
+inline void round_four(const float* x, const float* inverses, int32_t offset, bool halves, Activations* target) {
+    __m256i fours[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m512 inverse = _mm512_set1_ps(inverses[i]);
+        const auto bytes_of = [inverse](const float* from) {
+            return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from), inverse)));
+        };
+        const __m256i bytes = _mm256_set_m128i(bytes_of(x + i * kStep + kLanes), bytes_of(x + i * kStep));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(target[i].values), bytes);
+        fours[i] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes);
+    }
+    alignas(32) int32_t sums[8];  // of the first halves, then of the second
+    _mm256_store_si256(reinterpret_cast<__m256i*>(sums), _mm256_hadd_epi32(_mm256_hadd_epi32(fours[0], fours[1]),
+                                                                          _mm256_hadd_epi32(fours[2], fours[3])));
+    for (int i = 0; i < 4; ++i) target[i].set_sums(sums[i], sums[4 + i], offset, halves);
+}
+#endif
+
+// Scales come first for kRoundedSteps at a time: a chain of operations from the loads to the sums would be too long for
+// steps to overlap.
+inline void round_row(const float* x, int64_t steps, int32_t offset, bool halves, Activations* target) {
+    float inverses[kRoundedSteps];
+    for (int64_t first = 0; first < steps; first += kRoundedSteps) {
+        const int64_t count = std::min(kRoundedSteps, steps - first);
+        const float* from = x + first * kStep;
+        Activations* to = target + first;
+        int64_t scaled = 0, rounded = 0;
+#if defined(__AVX512VNNI__)
+        for (; scaled + 4 <= count; scaled += 4) scale_four(from + scaled * kStep, inverses + scaled, to + scaled);
+#endif
+        scale_steps(from + scaled * kStep, count - scaled, inverses + scaled, to + scaled);
+#if defined(__AVX512VNNI__)
+        for (; rounded + 4 <= count; rounded += 4) {
+            round_four(from + rounded * kStep, inverses + rounded, offset, halves, to + rounded);
+        }
+#endif
+        for (; rounded < count; ++rounded) {
+            round_step(from + rounded * kStep, inverses[rounded], offset, halves, to[rounded]);
+        }
+    }
 }
 
 inline void round_rows(EncodedProblem& p) {
     const int64_t steps = p.steps(), offset = p.weight.offset();
     p.rows = static_cast<Activations*>(shared_scratch(static_cast<size_t>(p.tokens * steps) * sizeof(Activations)));
     const int64_t grain = kRoundAlone / (p.weight.columns + 1) + 1;
-    parallel_for(p.tokens, grain, [&p, steps, offset](int64_t begin, int64_t end) {
+    const bool halves = p.weight.form() == kHalves;
+    parallel_for(p.tokens, grain, [&p, steps, offset, halves](int64_t begin, int64_t end) {
+        float* ordered = nullptr;
+        if (p.order != nullptr) ordered = static_cast<float*>(thread_scratch(static_cast<size_t>(p.weight.columns) * 4));
         for (int64_t row = begin; row < end; ++row) {
             const float* x = p.x + row * p.x_stride;
-            for (int64_t step = 0; step < steps; ++step) {
-                float ordered[kStep];
-                for (int i = 0; p.order != nullptr && i < kStep; ++i) ordered[i] = x[p.order[step * kStep + i]];
-                round_step(p.order == nullptr ? x + step * kStep : ordered, static_cast<int32_t>(offset),
-                           p.weight.form() == kHalves, p.rows[row * steps + step]);
-            }
+            for (int64_t i = 0; ordered != nullptr && i < p.weight.columns; ++i) ordered[i] = x[p.order[i]];
+            round_row(ordered == nullptr ? x : ordered, steps, static_cast<int32_t>(offset), halves,
+                      p.rows + row * steps);
         }
     });
 }
@@ -157,10 +216,13 @@ inline void encoded_items(const EncodedProblem& p, int64_t begin, int64_t end) {
             }
             unpack_groups(w, Pair::first(w, pair), group, last, tiles[0]);
             unpack_groups(w, Pair::second(w, pair), group, last, tiles[1]);
-            group_gemm({x, p.steps(), (last - group) * w.group / kStep, tiles, sums},
-                       rows, w.form());
+            const bool ends = last == groups;
+            group_gemm({x, p.steps(), (last - group) * w.group / kStep, tiles, sums}, rows, w.form(),
+                       [&](int64_t row, int64_t count) {
+                           if (ends) Pair::finish(p, pair, first_row + row, count, sums + row * 32);
+                       });
         }
-        Pair::finish(p, pair, first_row, rows, sums);
+        if (streamed) Pair::finish(p, pair, first_row, rows, sums);
     }
 }
 

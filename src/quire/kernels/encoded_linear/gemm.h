@@ -13,6 +13,13 @@ struct Activations {
     float scale;
     float sum;         // scale * (sum of values)
     int32_t start[2];  // -offset * (sum of values), of kHalves per half
+
+    // From the sums of both halves of `values`; `scale` must be there.
+    void set_sums(int32_t first, int32_t second, int32_t offset, bool halves) {
+        sum = scale * static_cast<float>(first + second);
+        start[0] = -offset * (halves ? first : first + second);
+        start[1] = -offset * second;
+    }
 };
 
 struct GroupInput {
@@ -23,7 +30,7 @@ struct GroupInput {
 };
 
 #if defined(__AVX512VNNI__)
-constexpr int kGroupRows = 4;
+constexpr int kGroupRows = 6;
 
 // Adds the dot products of 32 or 16 columns from `first_quad` on: of the high bytes of 16-bit codes, or of all others.
 template <int kRows, int kNumQuads>
@@ -197,30 +204,35 @@ inline void group_rows(const GroupInput& input) {
 }
 #endif
 
-template <int kForm>
-inline void group_gemm(GroupInput input, int64_t rows) {
-    while (rows > 0) {
-        const int64_t taken = rows < kGroupRows ? rows : kGroupRows;
+// Calls done(first row, rows) for rows whose sums are there.
+template <int kForm, class Done>
+inline void group_gemm(GroupInput input, int64_t rows, const Done& done) {
+    for (int64_t row = 0; row < rows;) {
+        const int64_t taken = rows - row < kGroupRows ? rows - row : kGroupRows;
 #if defined(__AVX512VNNI__)
-        if (taken == 4) group_rows<4, kForm>(input);
+        if (taken == 6) group_rows<6, kForm>(input);
+        else if (taken == 5) group_rows<5, kForm>(input);
+        else if (taken == 4) group_rows<4, kForm>(input);
         else if (taken == 3) group_rows<3, kForm>(input);
         else if (taken == 2) group_rows<2, kForm>(input);
         else group_rows<1, kForm>(input);
 #else
         group_rows<1, kForm>(input);
 #endif
+        done(row, taken);
         input.x += taken * input.x_stride;
         input.sums += taken * 32;
-        rows -= taken;
+        row += taken;
     }
 }
 
-inline void group_gemm(const GroupInput& input, int64_t rows, Form form) {
+template <class Done>
+inline void group_gemm(const GroupInput& input, int64_t rows, Form form, const Done& done) {
     switch (form) {
-        case kWithMinimum: return group_gemm<kWithMinimum>(input, rows);
-        case kWithOffset: return group_gemm<kWithOffset>(input, rows);
-        case kHalves: return group_gemm<kHalves>(input, rows);
-        case kWide: return group_gemm<kWide>(input, rows);
+        case kWithMinimum: return group_gemm<kWithMinimum>(input, rows, done);
+        case kWithOffset: return group_gemm<kWithOffset>(input, rows, done);
+        case kHalves: return group_gemm<kHalves>(input, rows, done);
+        case kWide: return group_gemm<kWide>(input, rows, done);
     }
 }
 
