@@ -199,10 +199,11 @@ class SymmetricGroup(Group):
         known = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
         for piece in known.view(-1).split(SUMS // known.element_size()):
             own = self._memory[:SUMS].view(piece.dtype)[: piece.numel()]
+            # Not by the sum that copies too: its first warp tells the other ranks to read while others still copy.
+            own.copy_(piece)
             if piece.nbytes <= ONE_SHOT:
-                torch.ops.symm_mem.one_shot_all_reduce_copy_out(own, piece, "sum", self._name, piece)
+                torch.ops.symm_mem.one_shot_all_reduce_out(own, "sum", self._name, piece)
             else:
-                own.copy_(piece)
                 torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self._name)
                 piece.copy_(own)
         if known is not x:
