@@ -1,6 +1,9 @@
 """ZeRO on two gloo ranks: losses are those of one rank, and each keeps the bytes that the formulas say."""
 
+import json
 import multiprocessing
+import os
+import signal
 import socket
 from dataclasses import replace
 from itertools import product
@@ -9,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.train.finetune import FinetuneJob, prepare
-from quire.train.settings import TrainSettings
+from quire.core.errors import ConfigError, TrainingError
+from quire.train.finetune import FinetuneJob, finetune_ranks, prepare
+from quire.train.settings import FINISHED, STOPPED, TrainSettings
 from quire.train.zero import end_ranks, lora_training, start_ranks
 
 SETTINGS = TrainSettings(
@@ -90,3 +94,38 @@ def test_losses_and_bytes(alone: dict, tiny: Path, data: Path, tmp_path: Path):
             expected = base if part == "base" else getattr(kept, part)
             assert num_bytes == pytest.approx(expected, rel=0.02), part
         assert (tmp_path / str(found["stage"]) / "adapter_model.safetensors").exists()
+
+
+def test_ranks_stop_after_the_same_step_and_go_on(alone: dict, tiny: Path, data: Path, tmp_path: Path):
+    """Signals reach rank 0 alone, which tells the others; a finished adapter is written over when asked."""
+    job = FinetuneJob(
+        data, tmp_path, str(tiny), settings=SETTINGS, device="cpu", zero_stage=2, world=2, overwrite=True
+    )
+    (tmp_path / "adapter_model.safetensors").touch()
+    losses: list[float] = []
+
+    def on_step(report) -> None:
+        losses.append(report.loss)
+        for other in multiprocessing.active_children():  # as ctrl-C in a terminal does
+            os.kill(other.pid, signal.SIGINT)
+            os.kill(other.pid, signal.SIGTERM)
+
+    result = finetune_ranks(job, on_step, lambda _: None, lambda: len(losses) == 3)
+    assert result == STOPPED
+    state = json.loads((tmp_path / "training" / "checkpoints" / "step-000003" / "trainer.json").read_text())
+    assert (state["step"], state["world"]) == (3, 2)
+    assert finetune_ranks(replace(job, overwrite=False), on_step, lambda _: None) == FINISHED
+    assert losses == pytest.approx(alone["losses"], rel=1e-5)
+    with pytest.raises(ConfigError, match="holds a finished adapter"):
+        finetune_ranks(replace(job, overwrite=False), on_step, lambda _: None)
+
+
+def test_a_rank_that_is_killed_is_named(tiny: Path, data: Path, tmp_path: Path):
+    job = FinetuneJob(data, tmp_path / "mine", str(tiny), settings=SETTINGS, device="cpu", world=2)
+
+    def on_step(report) -> None:
+        for other in multiprocessing.active_children():
+            other.kill()
+
+    with pytest.raises(TrainingError, match="rank 1 of 2 ended with exit code -9: run again"):
+        finetune_ranks(job, on_step, lambda _: None)

@@ -3,8 +3,10 @@
 import math
 import multiprocessing
 import shutil
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 from quire.adapters.peft import WEIGHTS
 from quire.core.config import ModelConfig
-from quire.core.errors import ConfigError, TrainingError
+from quire.core.errors import ConfigError, QuireError, TrainingError
 from quire.engine.build.resolve import resolve_device
 from quire.kernels import huge_pages
 from quire.models.registry import describe
@@ -28,7 +30,7 @@ from quire.train.model import TrainedModel, check_trainable
 from quire.train.run_files import RunFiles
 from quire.train.settings import TrainSettings
 from quire.train.trainer import OnStep, Trainer
-from quire.train.zero import ShardedWeight, end_ranks, start_ranks
+from quire.train.zero import ShardedWeight, end_ranks, lost_peer, start_ranks
 from quire.weights.source import Source, open_source
 from quire.weights.wheel import Progress
 
@@ -89,22 +91,46 @@ def finetune_ranks(
     """As `finetune`, in `job.world` processes, of which this one is rank 0."""
     if job.world == 1:
         return finetune(job, on_step, on_line, stop, progress)
+    _check_output(job)  # before other ranks look at it
+    _device(job)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        job = replace(job, address=f"127.0.0.1:{free.getsockname()[1]}")
-    others = [_spawned(replace(job, rank=rank, overwrite=False)) for rank in range(1, job.world)]
+        job = replace(job, overwrite=False, address=f"127.0.0.1:{free.getsockname()[1]}")
+    others = [_spawned(replace(job, rank=rank)) for rank in range(1, job.world)]
     try:
         return finetune(job, on_step, on_line, stop, progress)
+    except RuntimeError as error:
+        if lost_peer(error):
+            raise TrainingError(
+                f"{_ended(others)}: run again, and training goes on from the last checkpoint"
+            ) from error
+        raise
     finally:
         for other in others:
-            other.join(timeout=60)
+            other.join(timeout=10)
             other.kill()
 
 
+def _ended(others: "Sequence[multiprocessing.process.BaseProcess]") -> str:
+    for rank, other in enumerate(others, 1):
+        other.join(timeout=10)
+        if other.exitcode:
+            return f"rank {rank} of {len(others) + 1} ended with exit code {other.exitcode}"
+    return "the connection to another rank broke"
+
+
 def _spawned(job: FinetuneJob) -> "multiprocessing.process.BaseProcess":
-    process = multiprocessing.get_context("spawn").Process(target=finetune, args=(job,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_peer, args=(job,), daemon=True)
     process.start()
     return process
+
+
+def _peer(job: FinetuneJob) -> None:
+    """A rank beside rank 0, which alone is stopped by signals, and which tells the errors of settings and data."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(QuireError):
+        finetune(job)
 
 
 def prepare(

@@ -89,7 +89,7 @@ class Trainer:
         self._resume()
         every = self._settings.checkpoint_steps or 1
         while self.step < self.num_steps:
-            if stop():
+            if self.shards.on_any(stop()):  # all ranks stop after the same step
                 self._save()
                 return STOPPED
             report = self._one_step()

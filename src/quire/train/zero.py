@@ -130,6 +130,10 @@ class StateShards:
             dist.all_reduce(value)
         return value
 
+    def on_any(self, flag: bool) -> bool:
+        """Whether `flag` is set on one of the ranks."""
+        return bool(self.total(torch.tensor(float(flag), device=self._parameters.flat.device)))
+
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
@@ -147,10 +151,8 @@ class StateShards:
         flat = self._parameters.flat
         padded = torch.zeros(self.length, device=flat.device)
         padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded)
         with torch.no_grad():
-            flat.copy_(torch.cat(parts)[: len(flat)])
+            flat.copy_(_gathered(padded, self.world)[: len(flat)])
 
     def _reducer(self, offset: int) -> Callable[[Tensor], None]:
         """Sums a leaf's gradient at the ranks that own it, and drops it here."""
@@ -169,6 +171,15 @@ class StateShards:
         return reduce
 
 
+def _gathered(own: Tensor, world: int) -> Tensor:
+    """Equal parts of all ranks in one tensor, in their order."""
+    whole = own.new_empty(world * len(own))
+    # its name until PyTorch 2.12
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own)
+    return whole
+
+
 class ShardedWeight(StoredWeight):
     """Stage 3 of a frozen matrix: this rank's share of it, gathered for each product."""
 
@@ -180,9 +191,7 @@ class ShardedWeight(StoredWeight):
         self._own[: len(own)] = own
 
     def restore(self) -> Tensor:
-        parts = [torch.empty_like(self._own) for _ in range(self._world)]
-        dist.all_gather(parts, self._own)
-        return torch.cat(parts)[: self._shape.numel()].view(self._shape)
+        return _gathered(self._own, self._world)[: self._shape.numel()].view(self._shape)
 
     @property
     def num_bytes(self) -> int:
@@ -198,3 +207,8 @@ def start_ranks(rank: int, world: int, address: str, device: torch.device) -> No
 def end_ranks() -> None:
     with suppress(Exception):
         dist.destroy_process_group()
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -38,6 +38,7 @@ class Cell:
     rank: int = 0
     address: str = ""
     folder: str = ""  # that ranks share
+    steps: int = 5
 
 
 def run(setup: Setup) -> Finding:
@@ -54,7 +55,7 @@ def run(setup: Setup) -> Finding:
 
 
 def train(cell: Cell, results: Any = None) -> dict[str, Any]:
-    """One rank: losses of five steps, and the bytes that it keeps between steps."""
+    """One rank: losses of its steps, and the bytes that it keeps between steps."""
     torch.set_num_threads(1)
     if cell.ranks > 1:
         start_ranks(cell.rank, cell.ranks, cell.address, CPU)
@@ -66,7 +67,9 @@ def train(cell: Cell, results: Any = None) -> dict[str, Any]:
         model = TrainedModel(describe(SHAPE), FrozenFormat(torch.float32, CPU, store, store), CPU, 128)
         model.load(_source(Path(scratch)), cell.seed)
         model.adapt(LoraParameters(8, 16.0), [ALL], cell.seed)
-        drawn = torch.randint(512, (20, 33), generator=torch.Generator().manual_seed(cell.seed)).tolist()
+        drawn = torch.randint(
+            512, (4 * cell.steps, 33), generator=torch.Generator().manual_seed(cell.seed)
+        ).tolist()
         items = [(Example(tuple(ids[:-1]), tuple(ids[1:])),) for ids in drawn]
         settings = TrainSettings(
             batch_size=4, epochs=1, batch_tokens=64, learning_rate=1e-2, checkpoint_steps=9
