@@ -1,11 +1,28 @@
 """`quire finetune` trains with progress and one-line errors; `quire plan --train` has ZeRO's own numbers."""
 
 import json
+import math
 
+import gguf
 import pytest
 import torch
 
 from tests.train.conftest import make_model
+from tests.weights.gguf_writing import LLAMA_KEYS, write
+
+LAYER = {  # of LLAMA_KEYS: one, and a vocabulary of 10
+    "token_embd.weight": torch.ones(10, 32),
+    "output_norm.weight": torch.ones(32),
+    "blk.0.attn_norm.weight": torch.ones(32),
+    "blk.0.ffn_norm.weight": torch.ones(32),
+    "blk.0.attn_q.weight": torch.ones(32, 32),
+    "blk.0.attn_k.weight": torch.ones(16, 32),
+    "blk.0.attn_v.weight": torch.ones(16, 32),
+    "blk.0.attn_output.weight": torch.ones(32, 32),
+    "blk.0.ffn_gate.weight": torch.ones(64, 32),
+    "blk.0.ffn_up.weight": torch.ones(64, 32),
+    "blk.0.ffn_down.weight": torch.ones(32, 64),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +84,28 @@ def test_a_plan_of_training_has_the_numbers_of_zero(run):
     refused = run("plan", "--train", "--parameters", "7.5e9", "--lora-rank", "8")
     assert refused.code == 2
     assert "--lora-rank needs the shapes of a model" in refused.err
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", None])
+def test_a_plan_of_qlora_has_the_bytes_that_finetune_keeps(run, tmp_path, kind):
+    """A GGUF file's own blocks, or NF4 of its floats; and no stage 3, which finetune refuses."""
+    path = tmp_path / "m.gguf"
+    kinds = gguf.GGMLQuantizationType
+    write(path, "llama", LLAMA_KEYS, LAYER, kinds[kind] if kind else None)
+    flags = ("plan", path, "--train", "--lora-rank", "2", "--ranks", "4", "--qlora")
+    ran = run(*flags)
+    assert ran.code == 0, ran.err
+    assert f"the base in {'gguf-q4_1' if kind else 'NF4'}, 4 ranks" in ran.out
+    assert "stage 3 is left out: it divides a base in full precision only" in ran.out
+    record = json.loads(run(*flags, "--json").out)
+    assert [stage["stage"] for stage in record["stages"]] == [0, 1, 2]
+    linear = sum(math.prod(t.shape) for name, t in LAYER.items() if name.startswith("blk") and t.ndim == 2)
+    base = linear * (5 if kind else 4.127) / 8 + 2 * (record["parameters"] - linear)
+    assert record["stages"][0]["parameters"] == pytest.approx(base + 4 * record["trained"])
+
+
+def test_a_plan_of_lora_in_full_precision_has_stage_3(run, tiny):
+    ran = run("plan", tiny, "--train", "--lora-rank", "2", "--ranks", "4")
+    assert "the base in bfloat16, 4 ranks" in ran.out
+    assert "\n3  " in ran.out
+    assert "left out" not in ran.out

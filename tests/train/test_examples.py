@@ -96,6 +96,31 @@ def test_a_bad_line_is_named_with_its_number(line: str, tmp_path: Path):
         reader().read(path)
 
 
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\u0085b"])
+def test_a_line_ends_at_its_newline_only(text: str, tmp_path: Path):
+    """JSON's strings may have these characters as they are, and Python takes them for the ends of lines."""
+    path = tmp_path / "data.jsonl"
+    line = json.dumps({"prompt": "q", "completion": text}, ensure_ascii=False)
+    path.write_bytes(
+        f"\ufeff{line}\r\n{line}\r\n\r\n{{\r\n".encode()
+    )  # with a byte order mark, as Windows writes
+    with pytest.raises(TrainingError, match="1 of 3 lines cannot be trained: line 4 is no JSON"):
+        reader().read(path)
+    path.write_bytes(f"\ufeff{line}\r\n{line}".encode())
+    assert [learned(example) for (example,) in reader().read(path)] == [f"{text}</s>"] * 2
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_a_line_that_is_nested_too_deeply_is_named_with_its_number(depth: int, tmp_path: Path):
+    """The parser refuses the deeper one; the other is read, and too deep for the template."""
+    path = tmp_path / "data.jsonl"
+    nested = chat("question", "b").replace('"question"', "[" * depth + "]" * depth)
+    path.write_text(f"{chat('a', 'b')}\n{nested}\n")
+    message = "data.jsonl: 1 of 2 lines cannot be trained: line 2 is nested too deeply"
+    with pytest.raises(TrainingError, match=message):
+        reader().read(path)
+
+
 def test_many_bad_lines_are_counted(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_text("{\n" * 9)

@@ -1,8 +1,12 @@
 """AdamW is torch's in 32 bits and close to it in 8; schedules rise and fall where they should."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from quire.train import optimizer as optimizers
 from quire.train.optimizer import AdamW, rate_at
 
 SCALE = torch.logspace(-2, 1, 1000)
@@ -56,6 +60,77 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(bits):
         return values
 
     assert torch.equal(run(False), run(True))
+
+
+FakedGpu = Callable[[int], tuple[torch.device, list[str]]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakedGpu:
+    """A GPU without CUDA: its device, and where each vector was made. After `room` vectors it has no memory."""
+    zeros = torch.zeros
+
+    def fake(room: int) -> tuple[torch.device, list[str]]:
+        made: list[str] = []
+
+        def made_zeros(*size: int, device: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+            where = "pinned" if pin_memory else torch.device(device).type
+            assert not pin_memory or device == "cpu"
+            if made.count("cuda") == room and where == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            made.append(where)
+            return zeros(*size, **more)
+
+        monkeypatch.setattr(torch, "zeros", made_zeros)
+        return torch.device("cuda"), made
+
+    return fake
+
+
+def stepped(optimizer: AdamW, num_steps: int = 8) -> torch.Tensor:
+    """Weights after some steps with gradients drawn at random."""
+    drawn = torch.Generator().manual_seed(7)
+    values = torch.randn(1000, generator=drawn)
+    for _ in range(num_steps):
+        optimizer.step(values, torch.randn(1000, generator=drawn), 0.01)
+    return values
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_paged_states_are_in_pinned_host_memory_and_give_the_same_bits(bits, gpu, monkeypatch):
+    expected = stepped(AdamW(1000, torch.device("cpu"), bits, weight_decay=0.1))
+    device, made = gpu(0)
+    optimizer = AdamW(1000, device, bits, weight_decay=0.1, paged=True)
+    assert set(made) == {"pinned"}
+    monkeypatch.setattr(optimizers, "CHUNK", 512)  # in two parts
+    assert torch.equal(stepped(optimizer), expected)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+@pytest.mark.parametrize("bits", [32, 8])
+def test_states_for_which_a_gpu_has_no_memory_are_paged_with_the_same_bits(bits, room, gpu):
+    """With room for one vector, the others would not fit: none is left on the device."""
+    expected = stepped(AdamW(1000, torch.device("cpu"), bits, weight_decay=0.1))
+    device, made = gpu(room)
+    optimizer = AdamW(1000, device, bits, weight_decay=0.1)
+    assert optimizer.paged
+    assert made == ["cuda"] * room + ["pinned"] * len(optimizer.state())
+    assert torch.equal(stepped(optimizer), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("bits", [32, 8])
+def test_paged_states_give_the_same_bits_on_a_gpu(bits, monkeypatch):
+    """As above, with states that are copied to the device for each step."""
+    device, values = torch.device("cuda"), []
+    monkeypatch.setattr(optimizers, "CHUNK", 512)
+    for paged in (False, True):
+        optimizer, drawn = AdamW(1000, device, bits, paged=paged), torch.Generator(device).manual_seed(7)
+        assert {part.is_pinned() for part in optimizer.state().values()} == {paged}
+        values.append(torch.zeros(1000, device=device))
+        for _ in range(8):
+            optimizer.step(values[-1], torch.randn(1000, device=device, generator=drawn), 0.01)
+    assert torch.equal(*values)
 
 
 def test_schedules():

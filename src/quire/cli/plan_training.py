@@ -35,19 +35,19 @@ def plan_training(arguments: argparse.Namespace) -> int:
         count, trained, name = int(arguments.parameters), int(arguments.parameters), "a model"
         stages = full_training(count, ranks)
     else:
-        count, linear, trained, name = _shapes(arguments, rank or 0)
-        bits = NF4_BITS if arguments.qlora else HALF_BITS
-        base = (linear * bits + (count - linear) * HALF_BITS) / 8
+        count, base, kept, trained, name = _shapes(arguments, rank or 0)
         stages = full_training(count, ranks) if rank is None else lora_training(base, trained, ranks)
+        stages = stages[:3] if arguments.qlora else stages  # finetune refuses stage 3
         trained = count if rank is None else trained
     if arguments.json:
         record = {"model": name, "parameters": count, "trained": trained, "ranks": ranks}
         print(json.dumps({**record, "stages": [{**asdict(s), "total": s.total} for s in stages]}, indent=2))
         return 0
-    how = f"LoRA of rank {rank}, the base in {'NF4' if arguments.qlora else 'bfloat16'}"
-    how = "Adam in mixed precision" if rank is None else how
+    how = "Adam in mixed precision" if rank is None else f"LoRA of rank {rank}, the base in {kept}"
     print(f"{name}: {count / 1e9:,.2f}B parameters, {trained / 1e6:,.1f}M trained, {how}, {ranks} ranks")
     print(_table(stages))
+    if arguments.qlora:
+        print("stage 3 is left out: it divides a base in full precision only, not one of --qlora")
     print(_fits(stages, arguments))
     print(
         "activations come on top: they grow with the tokens of a batch, less so with --gradient-checkpointing"
@@ -55,8 +55,8 @@ def plan_training(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, int, int, str]:
-    """Numbers of parameters: in all, of linear layers, and trained by LoRA; and the model's name."""
+def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, float, str, int, str]:
+    """Parameters; bytes of a frozen base, and its linear layers' form; parameters trained by LoRA; the model's name."""
     config = EngineConfig.of(**engine_settings(arguments))
     source = described_source(config)
     model = describe(source.config)
@@ -65,7 +65,13 @@ def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, int, int, st
     sites = [s for s in install_sites(loaders, None) if not s.is_embedding and s.name != HEAD]  # type: ignore[arg-type]
     trained = sum(rank * (site.num_inputs + site.num_outputs) for site in sites)
     count = sum(math.prod(loader.shape) for loader in loaders.values())
-    return count, sum(site.num_inputs * site.num_outputs for site in sites), trained, source.name
+    encodings = source.encodings if arguments.qlora else {}  # finetune keeps a checkpoint's own blocks
+    usual = (NF4_BITS, "NF4") if arguments.qlora else (float(HALF_BITS), "bfloat16")
+    kept = [encodings.get(f"{site.name}.weight") for site in sites]
+    forms = [usual if encoded is None else (encoded.bits, encoded.scheme.name) for encoded in kept]
+    sizes = [site.num_inputs * site.num_outputs for site in sites]
+    bits = (count - sum(sizes)) * HALF_BITS + sum(n * each for n, (each, _) in zip(sizes, forms, strict=True))
+    return count, bits / 8, ", ".join(sorted({form for _, form in forms})), trained, source.name
 
 
 def _table(stages: tuple[StageMemory, ...]) -> str:

@@ -30,7 +30,8 @@ class ExampleReader:
     def read(self, path: Path) -> list[Item]:
         """TrainingError names the first lines that cannot be trained, by number, and how many there are."""
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            # "\n" alone ends a line: str.splitlines also cuts at U+2028 and others, which strings may have
+            lines = path.read_bytes().decode("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise TrainingError(f"{path}: cannot be read as text ({error}): give a JSONL file") from error
         items: list[Item] = []
@@ -41,6 +42,8 @@ class ExampleReader:
                     items.append(self.item(line))
                 except QuireError as error:
                     wrong.append(f"line {number} {error}")
+                except RecursionError:  # of the parser, or of the template
+                    wrong.append(f"line {number} is nested too deeply: write texts as contents")
         if wrong:
             more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise TrainingError(
