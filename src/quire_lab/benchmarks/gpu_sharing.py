@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,9 @@ CELLS = ((16, 512, 16), (1, 2048, 1))  # sequences, tokens before, decodes: what
 REPEATS = 3
 SETTLE_SECONDS = 0.7  # both engines are busy before they are counted
 START_SECONDS = 120.0  # at most: kernels may have to be compiled
+PAIRS_AT_ONCE = 3  # whose engines are in memory together
+MOST_OF_A_REASON = 400  # characters
+FAULT_SECONDS = 3.0  # from the start to the neighbour's fault
 END_SECONDS = 60.0  # after its time, an engine that does not end is killed
 
 
@@ -53,7 +58,7 @@ class Role:
     sequences: int
     prompt_tokens: int
     output_tokens: int
-    memory: float = 0.0  # gpu_memory_utilization: three pairs fit beside each other
+    memory: float = 0.0  # gpu_memory_utilization: PAIRS_AT_ONCE fit beside each other
 
 
 ROLES = {
@@ -80,12 +85,30 @@ def main() -> None:
         measure(options)
         return
     name, _, role = options.child.partition(":")
-    if role == "fault":
-        fault(options.folder, name)
-    elif role == "steps":
-        steps_child(options.folder, name, options.layers)
-    else:
-        child(name, role, options.device, options.folder, options.seconds)
+    path = options.folder / (f"{name}.json" if role == "steps" else f"{name}-{role}.json")
+    with said_why(path, name if role == "steps" else role):
+        if role == "fault":
+            fault(options.folder, name)
+        elif role == "steps":
+            steps_child(options.folder, name, options.layers)
+        else:
+            child(name, role, options.device, options.folder, options.seconds)
+
+
+@contextmanager
+def said_why(path: Path, role: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """A process whose engine does not start leaves the reason in its row, so that a report can name it."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        path.write_text(json.dumps({"role": role, "exit": 1, "error": in_one_line(error)}))
+        sys.stderr.flush()
+        end(1)  # a context that faulted does not end by itself
+
+
+def in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:MOST_OF_A_REASON]}"
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -164,10 +187,13 @@ def under_mps(
         for split in splits.split(","):
             parts = zip(("decodes", "prompts"), split.split(":"), strict=True)
             pairs.append({role: {**environment, MPS_PERCENTAGE: part} for role, part in parts})
-        for split, rows in zip(splits.split(","), in_turn(pairs, device, seconds), strict=True):
+        groups = (pairs[at : at + PAIRS_AT_ONCE] for at in range(0, len(pairs), PAIRS_AT_ONCE))
+        measured = chain.from_iterable(in_turn(group, device, seconds) for group in groups)
+        for split, rows in zip(splits.split(","), measured, strict=True):
             yield from ({"split": split, **row} for row in rows)
     elif mode == "fault":
-        yield from together({"prompts": environment, "fault": environment}, device, seconds)
+        longer = max(seconds, 2 * FAULT_SECONDS)  # the engine must not end before its neighbour faults
+        yield from together({"prompts": environment, "fault": environment}, device, longer)
         for row in together({"prompts": environment}, device, min(seconds, 2.0)):
             yield {**row, "role": "restarted"}
 
@@ -353,7 +379,7 @@ def child(name: str, role_name: str, device: str, folder: Path, seconds: float) 
     try:
         busy.run(until=lambda: time.perf_counter() >= end)
     except Exception as fault:
-        error = f"{type(fault).__name__}: {str(fault).splitlines()[0][:200]}"
+        error = in_one_line(fault)
     result = {"role": role_name, **busy.counted(), "error": error}
     (folder / f"{name}-{role_name}.json").write_text(json.dumps(result))
     os._exit(0)  # a context that faulted does not end by itself
@@ -459,7 +485,7 @@ class Busy:
 
 
 def fault(folder: Path, name: str) -> None:
-    """A real fault, three seconds after the start: a store to an address that is not mapped."""
+    """A real fault, FAULT_SECONDS after the start: a store to an address that is not mapped."""
     import torch
     import triton
     import triton.language as tl
@@ -470,7 +496,7 @@ def fault(folder: Path, name: str) -> None:
 
     torch.zeros(1, device="cuda")
     await_go(folder, name)
-    time.sleep(3)
+    time.sleep(FAULT_SECONDS)
     result = {"role": "fault"}
     try:
         store[(1,)](1 << 50)

@@ -24,9 +24,8 @@ NO_GPU = (
     "nvidia-cuda-mps-control; on the CPU the same two engines share all cores, or have one each"
 )
 NO_MPS = "nvidia-cuda-mps-control is not on the PATH: the MPS modes were left out"
-
-GREEN = ("green-contexts", "share")
-NO_GREEN_CONTEXTS = "an engine in a green context did not start, and said why: what needs it was left out"
+FAULT = "fault"  # the mode in which an engine is meant to end
+PAIR = ("decodes", "prompts")
 
 
 def run(setup: Setup) -> Finding:
@@ -42,15 +41,7 @@ def run(setup: Setup) -> Finding:
                 for row in run_mode(mode, device, seconds)
             ]
             bar()
-    if any("exit" in row for row in rows if row["mode"] in GREEN):
-        rows = [row for row in rows if row["mode"] not in GREEN]
-        notes.append(NO_GREEN_CONTEXTS)
-    if dead := [row for row in rows if "exit" in row]:
-        raise ConfigError(
-            f"the engine that {dead[0]['role']} did not start in mode {dead[0]['mode']} (exit {dead[0]['exit']}): its "
-            "own message is above; two engines must fit in memory together"
-        )
-    return _finding(rows, device, seconds, notes)
+    return _finding(rows, device, seconds, notes + _left_out(rows))
 
 
 def _modes(device: str) -> tuple[tuple[str, ...], list[str]]:
@@ -63,8 +54,59 @@ def _modes(device: str) -> tuple[tuple[str, ...], list[str]]:
     return CPU_MODES[:2], [NO_GPU, "one usable core: there is none to give each engine its own"]
 
 
+def _why_not(row: Mapping[str, Any]) -> str:
+    """Why a row's engine did not start, or failed while it was counted. Empty: it did neither."""
+    parts = [f"exit {row['exit']}"] if "exit" in row else []
+    return ": ".join([*parts, row["error"]] if row.get("error") else parts)
+
+
+def _left_out(rows: list[dict[str, Any]]) -> list[str]:
+    """A note for each mode with an engine that did not start or failed."""
+    dead: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["mode"] != FAULT and (why := _why_not(row)):
+            dead.setdefault((row["mode"], why), []).append(row["role"])
+    return [f"left out: {mode} ({', '.join(roles)}): {why}" for (mode, why), roles in dead.items()]
+
+
+def _whole_pairs(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """By mode and role. ConfigError where there is none: an engine that runs without its neighbour shows nothing."""
+    pairs = {(row["mode"], row["role"]): row for row in rows if row["role"] in PAIR and row["mode"] != FAULT}
+    broken = {mode for (mode, _), row in pairs.items() if _why_not(row)}
+    if not (whole := {key: row for key, row in pairs.items() if key[0] not in broken}):
+        raise ConfigError(
+            f"no two engines ran: {'; '.join(_left_out(rows))}; two engines must fit in memory together"
+        )
+    return whole
+
+
+def _after_a_fault(
+    rows: list[dict[str, Any]], pairs: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> list[Table]:
+    """What a neighbour's fault under MPS did to the engine beside it and to one that was started afterwards."""
+    engines = {row["role"]: row for row in rows if row["mode"] == FAULT}
+    if not engines:
+        return []
+    before = (
+        f", alone {pairs['alone', 'prompts']['prompt_tok_s']:,.0f}" if ("alone", "prompts") in pairs else ""
+    )
+    neighbour = engines.get("fault", {})
+    faulted = bool(neighbour.get("error")) and "exit" not in neighbour
+    told = [["the neighbour", ("faulted: " if faulted else "did not fault: ") + (_why_not(neighbour) or "—")]]
+    for role, name in (
+        ("prompts", "the engine beside it"),
+        ("restarted", "one started afterwards, same daemon"),
+    ):
+        if row := engines.get(role):
+            why = _why_not(row)
+            told.append(
+                [name, f"ended: {why}" if why else f"{row['prompt_tok_s']:,.0f} prompt tokens/s{before}"]
+            )
+    return [Table("A neighbour that faults under MPS", ["engine", "what it did"], told, left=2)]
+
+
 def _finding(rows: list[dict[str, Any]], device: str, seconds: float, notes: list[str]) -> Finding:
-    pairs = {(row["mode"], row["role"]): row for row in rows if row["role"] in ("decodes", "prompts")}
+    pairs = _whole_pairs(rows)
     cells = [
         [
             mode, f"{decodes['output_tok_s']:,.0f}", _ms(decodes["itl_p99_ms"]), f"{prompts['prompt_tok_s']:,.0f}",
@@ -99,7 +141,7 @@ def _finding(rows: list[dict[str, Any]], device: str, seconds: float, notes: lis
     roles = CPU_ROLES if device == "cpu" else ROLES
     return Finding(
         take_away,
-        [Table("Two engines", head, cells)],
+        [Table("Two engines", head, cells), *_after_a_fault(rows, pairs)],
         [],
         {"rows": rows},
         {"seconds": seconds, "device": device, "roles": {name: str(role) for name, role in roles.items()}},
