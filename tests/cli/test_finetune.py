@@ -99,6 +99,9 @@ def test_a_plan_of_qlora_has_the_bytes_that_finetune_keeps(run, tmp_path, kind):
     assert "stage 3 is left out: it divides a base in full precision only" in ran.out
     record = json.loads(run(*flags, "--json").out)
     assert [stage["stage"] for stage in record["stages"]] == [0, 1, 2]
+    assert not kind or json.loads(run(*flags[:-1], "--json").out) == record, (
+        "in few bits QLoRA is on by itself"
+    )
     linear = sum(math.prod(t.shape) for name, t in LAYER.items() if name.startswith("blk") and t.ndim == 2)
     base = linear * (5 if kind else 4.127) / 8 + 2 * (record["parameters"] - linear)
     assert record["stages"][0]["parameters"] == pytest.approx(base + 4 * record["trained"])

@@ -18,6 +18,7 @@ from quire.layers.lora import install_sites
 from quire.models.registry import describe
 from quire.models.weight_shape import META, sized_model
 from quire.quant.full import FullPrecision
+from quire.train.finetune import QLORA_BITS
 from quire.train.zero import StageMemory, full_training, lora_training
 
 NF4_BITS = 4.127  # with double quantization: 4 + 8 / 64 + 32 / (64 * 256)
@@ -26,7 +27,7 @@ WHAT = ("nothing", "optimizer states", "and gradients", "and parameters")
 
 
 def plan_training(arguments: argparse.Namespace) -> int:
-    ranks, rank = arguments.ranks, arguments.lora_rank
+    ranks, rank, qlora = arguments.ranks, arguments.lora_rank, False
     if arguments.qlora and rank is None:
         raise ConfigError("--qlora is the base of a LoRA: add --lora-rank")
     if arguments.parameters is not None:
@@ -35,9 +36,9 @@ def plan_training(arguments: argparse.Namespace) -> int:
         count, trained, name = int(arguments.parameters), int(arguments.parameters), "a model"
         stages = full_training(count, ranks)
     else:
-        count, base, kept, trained, name = _shapes(arguments, rank or 0)
+        count, base, kept, trained, name, qlora = _shapes(arguments, rank or 0)
         stages = full_training(count, ranks) if rank is None else lora_training(base, trained, ranks)
-        stages = stages[:3] if arguments.qlora else stages  # finetune refuses stage 3
+        stages = stages[:3] if qlora else stages  # finetune refuses stage 3
         trained = count if rank is None else trained
     if arguments.json:
         record = {"model": name, "parameters": count, "trained": trained, "ranks": ranks}
@@ -46,8 +47,8 @@ def plan_training(arguments: argparse.Namespace) -> int:
     how = "Adam in mixed precision" if rank is None else f"LoRA of rank {rank}, the base in {kept}"
     print(f"{name}: {count / 1e9:,.2f}B parameters, {trained / 1e6:,.1f}M trained, {how}, {ranks} ranks")
     print(_table(stages))
-    if arguments.qlora:
-        print("stage 3 is left out: it divides a base in full precision only, not one of --qlora")
+    if qlora:
+        print("stage 3 is left out: it divides a base in full precision only, not one in few bits")
     print(_fits(stages, arguments))
     print(
         "activations come on top: they grow with the tokens of a batch, less so with --gradient-checkpointing"
@@ -55,8 +56,10 @@ def plan_training(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, float, str, int, str]:
-    """Parameters; bytes of a frozen base, and its linear layers' form; parameters trained by LoRA; the model's name."""
+def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, float, str, int, str, bool]:
+    """Parameters; bytes of a frozen base, and its linear layers' form; parameters trained by LoRA; the model's name;
+    whether LoRA is QLoRA, which it is by itself for a checkpoint in few bits.
+    """
     config = EngineConfig.of(**engine_settings(arguments))
     source = described_source(config)
     model = describe(source.config)
@@ -65,13 +68,14 @@ def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, float, str, 
     sites = [s for s in install_sites(loaders, None) if not s.is_embedding and s.name != HEAD]  # type: ignore[arg-type]
     trained = sum(rank * (site.num_inputs + site.num_outputs) for site in sites)
     count = sum(math.prod(loader.shape) for loader in loaders.values())
-    encodings = source.encodings if arguments.qlora else {}  # finetune keeps a checkpoint's own blocks
-    usual = (NF4_BITS, "NF4") if arguments.qlora else (float(HALF_BITS), "bfloat16")
+    qlora = rank > 0 and (arguments.qlora or source.min_bits < QLORA_BITS)
+    encodings = source.encodings if qlora else {}  # finetune keeps a checkpoint's own blocks
+    usual = (NF4_BITS, "NF4") if qlora else (float(HALF_BITS), "bfloat16")
     kept = [encodings.get(f"{site.name}.weight") for site in sites]
     forms = [usual if encoded is None else (encoded.bits, encoded.scheme.name) for encoded in kept]
     sizes = [site.num_inputs * site.num_outputs for site in sites]
     bits = (count - sum(sizes)) * HALF_BITS + sum(n * each for n, (each, _) in zip(sizes, forms, strict=True))
-    return count, bits / 8, ", ".join(sorted({form for _, form in forms})), trained, source.name
+    return count, bits / 8, ", ".join(sorted({form for _, form in forms})), trained, source.name, qlora
 
 
 def _table(stages: tuple[StageMemory, ...]) -> str:
