@@ -42,7 +42,7 @@ def test_standard_input_is_one_prompt(run, monkeypatch):
 
 def test_records_have_what_was_asked_for(run, tmp_path):
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("One two three\n\nThe capital of France is\n")
+    prompts.write_text("One two\u2028three\n\nThe capital of France is\n")
     out = tmp_path / "out.jsonl"
     words = ("--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "4", "--ignore-eos")
     assert run("generate", "--prompt-file", prompts, "--output", out, *words, *GREEDY).code == 0

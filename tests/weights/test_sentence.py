@@ -123,6 +123,8 @@ def test_a_bare_vocabulary_makes_berts_own_tokenizer(model_folder: Path) -> None
         ",",
         "!",
         "东",
+        "\u2028",  # no end of a line
+        "late",
     ]
     (model_folder / "tokenizer.json").unlink()
     write(model_folder, "vocab.txt", "\n".join(words) + "\n")
@@ -131,7 +133,7 @@ def test_a_bare_vocabulary_makes_berts_own_tokenizer(model_folder: Path) -> None
     assert text is not None
     ours = Tokenizer(text)
     theirs = transformers.BertTokenizer(str(model_folder / "vocab.txt"))
-    for sample in ("The unwanted café, 东 !", "", "the [MASK] nothing", "UNWANTED\tthe"):
+    for sample in ("The unwanted café, 东 !", "", "the [MASK] nothing", "UNWANTED\tthe", "the late"):
         assert ours.encode(sample) == theirs(sample)["input_ids"], sample
 
 

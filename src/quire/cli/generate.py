@@ -173,9 +173,9 @@ def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> lis
 
 def _from_file(file: str, stdin: TextIO) -> list[PromptEntry]:
     if file == "-":
-        return [line for line in stdin.read().splitlines() if line.strip()]
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        return [line for line in stdin.read().split("\n") if line.strip()]
+    try:  # str.splitlines would also cut at U+2028 and others, which a prompt may have
+        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompt-file {file}: cannot be read ({error})") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -55,7 +55,7 @@ def _byte_level(folder: Path, config: Mapping[str, Any]) -> str:
             f"{folder}: vocab.json and merges.txt do not say how a {name} cuts text into words: {_WHAT_TO_DO}"
         )
     vocabulary = _token_ids(folder / "vocab.json", read_json(folder / "vocab.json") or {})
-    lines = (read_text(folder / "merges.txt") or "").splitlines()
+    lines = (read_text(folder / "merges.txt") or "").split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     tokens: list[str] = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
@@ -197,7 +197,9 @@ def wordpiece_json(vocab_txt: str, config: Mapping[str, Any]) -> str:
     """tokenizer.json of a BERT model that has only vocab.txt: WordPiece with the options of tokenizer_config.json."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    vocabulary = {token: token_id for token_id, token in enumerate(vocab_txt.splitlines())}
+    # tokens may have other ends of lines than "\n", such as U+2028
+    tokens = vocab_txt.removesuffix("\n").split("\n")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     unknown, first, last = (_special_token(config, name) for name in ("unk", "cls", "sep"))
     for token in (unknown, first, last):
         if token not in vocabulary:
