@@ -211,13 +211,8 @@ def _fleet(arguments: argparse.Namespace) -> int:
         print(json.dumps({"card": card.name, "gpus": [gpu_record(gpu) for gpu in gpus]}, indent=2))
     if arguments.write is not None:
         nodes = fleet.nodes or (Node("NODE", len(gpus)),)
-        write(
-            arguments.write,
-            gpus,
-            nodes,
-            {model.name: _serve(model) for model in fleet.models},
-            arguments.platform,
-        )
+        served = {model.name: [model.source, *model.flags] for model in fleet.models}
+        write(arguments.write, gpus, nodes, served, arguments.platform)
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
 
@@ -243,12 +238,6 @@ def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
     plan = planning.make_plan(fleet)
     print(json.dumps(plan.record, indent=2) if arguments.json else plan.text)
     return 0
-
-
-def _serve(model: FleetModel) -> list[str]:
-    """Arguments of `quire serve`."""
-    flags = ([f"--{name.replace('_', '-')}", str(value)] for name, value in model.settings.items())
-    return [model.source, *(word for flag in flags for word in flag)]
 
 
 def demands_of(model: FleetModel, card: Card) -> list[Demand]:

@@ -3,9 +3,11 @@
 GPUs without MIG come first in a mixed configuration.
 """
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from quire.fleet.mig import COMPUTE_SLICES, Card, check_layout, multiset
 from quire.fleet.packing import Demand, PackedGpu
 
 MAX_GPUS = 1024  # of a node or a file
+MAX_NAME = 63  # characters of a name or label in Kubernetes
 NAMESPACE = {"kubernetes": "gpu-operator", "openshift": "nvidia-gpu-operator"}
 CONFIG_MAP = "quire-mig-config"
 CONFIG_KEY = "config.yaml"  # the only key that the operator's MIG manager reads
@@ -196,30 +199,33 @@ def deployments(gpus: Sequence[PackedGpu], models: Mapping[str, Sequence[str]]) 
     """One per model and kind of slice. `models`: arguments of `quire serve` for each."""
     counts = Counter(demand for gpu in gpus for demand in gpu.demands)
     ordered = sorted(counts.items(), key=lambda item: (item[0].model, item[0].profile.name))
-    return [_deployment(demand, replicas, models[demand.model]) for demand, replicas in ordered]
+    names = deployment_names([demand.model for demand, _ in ordered])
+    return [
+        _deployment(names[demand.model], demand, count, models[demand.model]) for demand, count in ordered
+    ]
 
 
-def _deployment(demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str, Any]:
-    name = (
-        "".join(c if c.isalnum() else "-" for c in f"quire-{demand.model}".lower())
-        .strip("-")[:63]
-        .rstrip("-")
-    )
+def deployment_names(models: Collection[str]) -> dict[str, str]:
+    """A name that Kubernetes takes for each model; equal ones end in a hash of the model's name."""
+    plain = {model: _resource_name(model, MAX_NAME) for model in models}
+    uses = Counter(plain.values())
+    for model in [model for model, name in plain.items() if uses[name] > 1]:
+        plain[model] = f"{_resource_name(model, MAX_NAME - 9)}-{sha256(model.encode()).hexdigest()[:8]}"
+    return plain
+
+
+def _resource_name(model: str, most: int) -> str:
+    return re.sub("[^a-z0-9]", "-", f"quire-{model}".lower())[:most].rstrip("-")
+
+
+def _deployment(name: str, demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str, Any]:
     labels = {"app": name}
+    network = ["--host", "0.0.0.0", "--port", str(PORT)]
     probe = {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 5}
     container = {
         "name": "quire",
         "image": IMAGE,
-        "args": [
-            "serve",
-            *serve,
-            "--host",
-            "0.0.0.0",
-            "--port",
-            str(PORT),
-            "--served-model-name",
-            demand.model,
-        ],
+        "args": ["serve", *serve, *network, "--served-model-name", demand.model],
         "ports": [{"containerPort": PORT, "name": "http"}],
         "resources": {"limits": {f"nvidia.com/mig-{demand.profile.name}": 1}},
         "startupProbe": {**probe, "failureThreshold": 120},

@@ -1,5 +1,6 @@
 """The file of `quire plan --fleet`: GPUs, nodes, and models with their users and promises."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -43,6 +44,19 @@ class FleetModel:
     slice: str | None  # given: nothing is simulated
     replicas: int
     rate: float = 0.0  # requests per second; 0: users are given
+
+    @property
+    def flags(self) -> list[str]:
+        """The settings as words of `quire serve`."""
+        words: list[str] = []
+        for name, value in self.settings.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                for item in value if isinstance(value, list) else [value]:
+                    words += [f"--{flag}", json.dumps(item) if isinstance(item, dict) else str(item)]
+        return words
 
 
 @dataclass(frozen=True, slots=True)
