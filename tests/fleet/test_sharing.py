@@ -503,27 +503,6 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
     assert "the whole GPU takes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("{name: a, users: 0}", "users is 0"),
-        ("{name: a, rate: .inf}", "rate is inf"),
-        ("{name: a, rate: 0}", "rate is 0"),
-        ("{name: a, colour: red}", "'colour' is not a field"),
-        ("{users: 1}", "give at least `name`"),
-        ("{name: a, slo_per_token: fast}", "slo_per_token is 'fast'"),
-        ("{name: a}, {name: a}", "'a' is given twice"),
-        ("{name: a, rate: -1}", "rate is -1: give requests per second above 0"),
-        ("{name: a, rate: .nan}", "rate is nan"),
-    ],
-)
-def test_a_fleet_file_is_refused_by_field(tmp_path: Path, model: str, message: str) -> None:
-    path = tmp_path / "fleet.yaml"
-    path.write_text(f"card: a100-80g\nmodels: [{model}]")
-    with pytest.raises(ConfigError, match=message):
-        read_fleet(path)
-
-
 def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
