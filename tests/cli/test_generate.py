@@ -46,7 +46,7 @@ def test_records_have_what_was_asked_for(run, tmp_path):
     out = tmp_path / "out.jsonl"
     words = ("--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "4", "--ignore-eos")
     assert run("generate", "--prompt-file", prompts, "--output", out, *words, *GREEDY).code == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = [json.loads(line) for line in out.read_text().rstrip("\n").split("\n")]
     assert [record["index"] for record in records] == [0, 1]
     for record in records:
         (output,) = record["outputs"]

@@ -145,10 +145,8 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     nodes = [manifests.Node("a", 1), manifests.Node("b", 2)]
     models = {"chat": ["org/chat", "--quantization", "int4"], "embed": ["org/embed"]}
     manifests.write(tmp_path, gpus, nodes, models, "openshift")
-    planned = manifests.read_mig_parted((tmp_path / "mig-parted.yaml").read_text(), A100)
-    assert sorted(map(str, planned)) == sorted(
-        str(Counter(dict(sorted(multiset(g.layout).items())))) for g in gpus
-    )
+    planned = manifests.read_mig_parted((tmp_path / "mig-parted.yaml").read_text(), A100, nodes)
+    assert planned == [*(multiset(gpu.layout) for gpu in gpus), Counter()]
     entries = yaml.safe_load((tmp_path / "mig-parted.yaml").read_text())["mig-configs"]["quire-b"]
     assert [entry["mig-enabled"] for entry in entries] == sorted(entry["mig-enabled"] for entry in entries)
     config_map = yaml.safe_load((tmp_path / "configmap.yaml").read_text())
@@ -169,13 +167,90 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     ("version: v2", "version v1 are read, and this one has 'v2': write `version: v1`"),
     ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: {4g.40gb: 2}}]}", "4g.40gb"),
     ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: {9g.90gb: 1}}]}", "9g.90gb"),
-    ("version: v1\nmig-configs: {a: [{mig-devices: {4g.40gb: 1}}]}", "this is no mig-parted file .*devices"),
+    ("version: v1\nmig-configs: {a: [{mig-devices: {4g.40gb: 1}}]}", "mig-configs: a.0.: devices is None: give a list"),
+    ("version: v1\nmig-configs: {a: [{devices: 0}]}", "devices is 0: give a list of indices, such as .0, 1., or all"),
+    ("version: v1\nmig-configs: {a: [{devices: [-1]}]}", "devices is -1: give a whole number from 0 to 1,023"),
+    ("version: v1\nmig-configs: {a: [{devices: [x]}]}", "devices is 'x': give a whole number from 0"),
+    ("version: v1\nmig-configs: {a: [{devices: all}]}", "how many cannot be known: give `nodes` in the fleet file"),
+    ("version: v1\nmig-configs: {a: [], b: []}", "has a, b, and which GPUs these are cannot be known: give `nodes`"),
+    ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: {1g.10gb: x}}]}",
+     "mig-devices: 1g.10gb is 'x': give a whole number from 1 to 7"),
+    ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: {1g.10gb: -1}}]}", "mig-devices: 1g.10gb is -1: give"),
+    ("version: v1\nmig-configs: {a: [{devices: [0], mig-devices: [1g.10gb]}]}", "give slices with their numbers, as"),
+    ("version: v1\nmig-configs: {a: 5}", "mig-configs: a is 5: give a list of `devices` with their `mig-devices`"),
+    ("version: v1\nmig-configs: {a: [5]}", "mig-configs: a is .5.: give a list"),
+    ("version: v1\nmig-configs: 5", "this is no mig-parted file"),
     ("[]", "this is no mig-parted file"), ("{", "this is no mig-parted file"), ("", "this is no mig-parted file"),
 ])  # fmt: skip
 def test_a_layout_that_cannot_be_read_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         manifests.read_mig_parted(text, A100)
     assert "\n\n" not in str(refused.value)
+
+
+def test_gpus_are_read_by_device_index_of_their_node() -> None:
+    text = (
+        "version: v1\nmig-configs:\n  quire-b: [{devices: all, mig-devices: {7g.80gb: 1}}]\n  quire-a:\n"
+        + (
+            "  - {devices: [0, 2], mig-enabled: false, mig-devices: {7g.80gb: 1}}\n"
+            "  - {devices: [3, 1], mig-enabled: true, mig-devices: {1g.10gb: 7}}\n"
+        )
+    )
+    none, seven, one = Counter(), Counter({"1g.10gb": 7}), Counter({"7g.80gb": 1})
+    a, b, new = manifests.Node("a", 4), manifests.Node("b", 2), manifests.Node("new", 1)
+    in_order = [none, seven, none, seven, one, one, none]
+    assert manifests.read_mig_parted(text, A100, [a, b, new]) == in_order
+    assert (
+        manifests.read_mig_parted(text, A100, [a]) == in_order[:4]
+    )  # a node that left takes its slices along
+    with pytest.raises(
+        ConfigError, match="devices, of a node with 3 GPUs, is 3: give a whole number from 0 to 2"
+    ):
+        manifests.read_mig_parted(text, A100, [manifests.Node("a", 3), b])
+    with pytest.raises(
+        ConfigError, match="mig-configs has quire-b, quire-a: name one quire-new, as its node"
+    ):
+        manifests.read_mig_parted(text, A100, [new])
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_removed_models_make_no_other_slice_new(seed: int, through_file: bool) -> None:
+    chance = random.Random(seed)
+    drawn = chance.choices(A100.profiles, k=chance.randint(1, 25))
+    demands = [Demand(f"m{index}", profile) for index, profile in enumerate(drawn)]
+    before = pack(demands, A100)
+    nodes = [manifests.Node(f"n{index}", 2) for index in range(len(before) // 2 + 1)]
+    for _ in range(3):
+        demands = [demand for demand in demands if chance.random() < 0.6]
+        if through_file:
+            text = manifests.dump(manifests.mig_parted(manifests.on_nodes(before, nodes)))
+            before = manifests.packed_before(text, A100, demands, nodes)
+        after = pack(demands, A100, before)
+        assert Counter(d for gpu in after for d in gpu.demands) == Counter(demands)
+        assert moved(before, after) == 0
+        assert len(after) == len(before)
+        before = after
+
+
+def test_a_gpu_whose_models_are_gone_keeps_its_place(tmp_path: Path, capsys) -> None:
+    fleet, folder = tmp_path / "fleet.yaml", tmp_path / "files"
+    models = [
+        "- {name: a, model: org/a, slice: 7g.80gb}",
+        "- {name: b, model: org/b, slice: 3g.40gb, replicas: 3}",
+    ]
+    models += ["- {name: c, model: org/c, slice: 2g.20gb, replicas: 2}"]
+    plan = ["plan", "--fleet", str(fleet), "--write", str(folder)]
+    fleet.write_text("\n".join(["card: a100-80g", "models:", *models]))
+    assert main(plan) == 0
+    fleet.write_text("\n".join(["card: a100-80g", "models:", *models[1:]]))
+    old = yaml.safe_load((folder / "mig-parted.yaml").read_text())["mig-configs"]["quire-NODE"]
+    assert main([*plan, "--before", str(folder / "mig-parted.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "0 of 5 slices are new" in said
+    assert "2 × a100-80g instead of 5" in said
+    new = yaml.safe_load((folder / "mig-parted.yaml").read_text())["mig-configs"]["quire-NODE"]
+    assert old[0] == {"devices": [0], "mig-enabled": True, "mig-devices": {"7g.80gb": 1}}
+    assert new == [{"devices": [0], "mig-enabled": False}, *old[1:]]
 
 
 def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -426,27 +501,6 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
         main(["plan", "opt-13b", "--mig", "a100-80g", "--users", "2", "--slo-per-token", "1ms", *short]) != 0
     )
     assert "the whole GPU takes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("{name: a, users: 0}", "users is 0"),
-        ("{name: a, rate: .inf}", "rate is inf"),
-        ("{name: a, rate: 0}", "rate is 0"),
-        ("{name: a, colour: red}", "'colour' is not a field"),
-        ("{users: 1}", "give at least `name`"),
-        ("{name: a, slo_per_token: fast}", "slo_per_token is 'fast'"),
-        ("{name: a}, {name: a}", "'a' is given twice"),
-        ("{name: a, rate: -1}", "rate is -1: give requests per second above 0"),
-        ("{name: a, rate: .nan}", "rate is nan"),
-    ],
-)
-def test_a_fleet_file_is_refused_by_field(tmp_path: Path, model: str, message: str) -> None:
-    path = tmp_path / "fleet.yaml"
-    path.write_text(f"card: a100-80g\nmodels: [{model}]")
-    with pytest.raises(ConfigError, match=message):
-        read_fleet(path)
 
 
 def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from quire.core.errors import ConfigError
 from quire.fleet import nvml
 from quire.fleet.manifests import NAMESPACE, Node, packed_before, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
-from quire.fleet.packing import Demand, PackedGpu, lower_bound, moved, pack
+from quire.fleet.packing import Demand, PackedGpu, lower_bound, moved, num_used, pack
 from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
 
 MAX_REPLICAS = 64
@@ -197,13 +197,13 @@ def _fleet(arguments: argparse.Namespace) -> int:
     for card in fleet.cards:
         bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
         demands = [demand for model in bar for demand in demands_of(model, card)]
-        before = [] if arguments.before is None else packed_before(_text(arguments.before), card, demands)
+        before = [] if arguments.before is None else _before(arguments.before, card, demands, fleet.nodes)
         gpus = pack(demands, card, before)
         if not arguments.json:
             print(_packed_text(card, gpus, demands, len(fleet.models)))
-            if before:
+            if arguments.before is not None:
                 print(f"{moved(before, gpus)} of {len(demands)} slices are new, the others stay")
-        if best is None or len(gpus) < len(best[1]):
+        if best is None or num_used(gpus) < num_used(best[1]):
             best = (card, gpus)
     assert best is not None
     card, gpus = best
@@ -211,22 +211,19 @@ def _fleet(arguments: argparse.Namespace) -> int:
         print(json.dumps({"card": card.name, "gpus": [gpu_record(gpu) for gpu in gpus]}, indent=2))
     if arguments.write is not None:
         nodes = fleet.nodes or (Node("NODE", len(gpus)),)
-        write(
-            arguments.write,
-            gpus,
-            nodes,
-            {model.name: _serve(model) for model in fleet.models},
-            arguments.platform,
-        )
+        served = {model.name: [model.source, *model.flags] for model in fleet.models}
+        write(arguments.write, gpus, nodes, served, arguments.platform)
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
 
 
-def _text(path: Path) -> str:
+def _before(path: Path, card: Card, demands: Sequence[Demand], nodes: Sequence[Node]) -> list[PackedGpu]:
     try:
-        return path.read_text(encoding="utf-8")
+        return packed_before(path.read_text(encoding="utf-8"), card, demands, nodes)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--before {path}: it cannot be read ({error})") from error
+    except ConfigError as error:
+        raise ConfigError(f"--before {path}: {error}") from error
 
 
 def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
@@ -241,12 +238,6 @@ def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
     plan = planning.make_plan(fleet)
     print(json.dumps(plan.record, indent=2) if arguments.json else plan.text)
     return 0
-
-
-def _serve(model: FleetModel) -> list[str]:
-    """Arguments of `quire serve`."""
-    flags = ([f"--{name.replace('_', '-')}", str(value)] for name, value in model.settings.items())
-    return [model.source, *(word for flag in flags for word in flag)]
 
 
 def demands_of(model: FleetModel, card: Card) -> list[Demand]:
@@ -283,8 +274,8 @@ def _packed_text(card: Card, gpus: list[PackedGpu], demands: list[Demand], num_m
             demand = next(d for d in waiting if d.profile == profile)
             waiting.remove(demand)
             words.append(f"{profile.name} {demand.model}")
-        rows.append([str(index), f"{100 * gpu.filling:.0f} %", ", ".join(words)])
+        rows.append([str(index), f"{100 * gpu.filling:.0f} %", ", ".join(words) or "no slices"])
     return (
-        f"{num_models} models, {len(demands)} slices: {len(gpus)} × {card.name} instead of {len(demands)} with one "
-        f"model each (at least {lower_bound(demands)} are needed)\n{aligned(rows, right=(0, 1))}"
+        f"{num_models} models, {len(demands)} slices: {num_used(gpus)} × {card.name} instead of {len(demands)} with "
+        f"one model each (at least {lower_bound(demands)} are needed)\n{aligned(rows, right=(0, 1))}"
     )

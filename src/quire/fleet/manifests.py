@@ -3,18 +3,22 @@
 GPUs without MIG come first in a mixed configuration.
 """
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from quire.core.errors import ConfigError
-from quire.fleet.mig import Card, check_layout, multiset
+from quire.fleet.mig import COMPUTE_SLICES, Card, check_layout, multiset
 from quire.fleet.packing import Demand, PackedGpu
 
+MAX_GPUS = 1024  # of a node or a file
+MAX_NAME = 63  # characters of a name or label in Kubernetes
 NAMESPACE = {"kubernetes": "gpu-operator", "openshift": "nvidia-gpu-operator"}
 CONFIG_MAP = "quire-mig-config"
 CONFIG_KEY = "config.yaml"  # the only key that the operator's MIG manager reads
@@ -58,7 +62,7 @@ def on_nodes(gpus: Sequence[PackedGpu], nodes: Sequence[Node]) -> list[tuple[Nod
 
 
 def mig_parted(placed: Sequence[tuple[Node, Sequence[PackedGpu]]]) -> dict[str, Any]:
-    """One configuration per node: GPUs that stay whole first."""
+    """One configuration per node: GPUs without slices first."""
     return {
         "version": "v1",
         "mig-configs": {config_name(node): _devices(gpus, node.num_gpus) for node, gpus in placed},
@@ -70,48 +74,45 @@ def config_name(node: Node) -> str:
 
 
 def _devices(gpus: Sequence[PackedGpu], num_gpus: int) -> list[dict[str, Any]]:
-    cut = [(index, multiset(gpu.layout)) for index, gpu in enumerate(gpus)]
-    unused = list(range(len(gpus), num_gpus))
-    entries: list[dict[str, Any]] = []
-    if unused:
-        entries.append({"devices": unused, "mig-enabled": False})
+    cut = {index: multiset(gpu.layout) for index, gpu in enumerate(gpus) if gpu.demands}
+    whole = [index for index in range(num_gpus) if index not in cut]
+    entries: list[dict[str, Any]] = [{"devices": whole, "mig-enabled": False}] if whole else []
     entries += [
         {"devices": [index], "mig-enabled": True, "mig-devices": dict(sorted(counts.items()))}
-        for index, counts in cut
+        for index, counts in cut.items()
     ]
     return entries
 
 
-def packed_before(text: str, card: Card, demands: Sequence[Demand]) -> list[PackedGpu]:
-    """GPUs with the slices of a mig-parted file. A slice is given to a demand of its profile while there are some:
-    which of the equal slices a pod gets is the cluster's choice.
+def packed_before(
+    text: str, card: Card, demands: Sequence[Demand], nodes: Sequence[Node] = ()
+) -> list[PackedGpu]:
+    """GPUs with the slices of a mig-parted file. A slice is given to a demand of its profile while there are some, on
+    the fullest GPU first: which of the equal slices a pod gets is the cluster's choice.
     """
     left = list(demands)
-    gpus = []
-    for counts in read_mig_parted(text, card):
-        gpu = PackedGpu(card)
-        for name in counts.elements():
-            unused = Demand("", card.profile(name))
-            demand = next((demand for demand in left if demand.profile == unused.profile), unused)
-            if demand is not unused:
+    in_use = read_mig_parted(text, card, nodes)
+    gpus = [
+        PackedGpu(card, [Demand("", card.profile(name)) for name in slices.elements()]) for slices in in_use
+    ]
+    for gpu in sorted(gpus, key=lambda gpu: -gpu.filling):
+        for index, unused in enumerate(gpu.demands):
+            demand = next((demand for demand in left if demand.profile == unused.profile), None)
+            if demand is not None:
                 left.remove(demand)
-            gpu.demands.append(demand)
-        gpus.append(gpu)
+                gpu.demands[index] = demand
     return gpus
 
 
-def read_mig_parted(text: str, card: Card) -> list[Counter[str]]:
-    """Slices of each GPU that has some, from a mig-parted file. ConfigError where a layout cannot be placed."""
+def read_mig_parted(text: str, card: Card, nodes: Sequence[Node] = ()) -> list[Counter[str]]:
+    """Slices of every GPU from a mig-parted file: those of the nodes one after the other, each by device index. A node
+    without a configuration has no slices. Without `nodes`, the file must have one configuration.
+    """
     try:
         document = yaml.safe_load(text)
         version = document["version"]
-        entries = (
-            [entry for config in document["mig-configs"].values() for entry in config]
-            if version == "v1"
-            else []
-        )
-        slices = [(entry["devices"], Counter(entry.get("mig-devices") or {})) for entry in entries]
-    except (yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
+        configs = dict(document["mig-configs"]) if version == "v1" else {}
+    except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"this is no mig-parted file ({type(error).__name__}: {error}): give the mig-parted.yaml that --write made"
         ) from error
@@ -119,12 +120,59 @@ def read_mig_parted(text: str, card: Card) -> list[Counter[str]]:
         raise ConfigError(
             f"mig-parted files of version v1 are read, and this one has {version!r}: write `version: v1`"
         )
-    gpus: list[Counter[str]] = []
-    for devices, counts in slices:
-        if counts:
-            check_layout(card, counts)
-            gpus += [counts] * (1 if devices == "all" else len(devices))
+    named = ", ".join(map(str, configs))
+    if not nodes and len(configs) > 1:
+        raise ConfigError(
+            f"mig-configs has {named}, and which GPUs these are cannot be known: give `nodes` in the fleet file"
+        )
+    if nodes and not any(config_name(node) in configs for node in nodes):
+        raise ConfigError(
+            f"mig-configs has {named or 'nothing'}: name one {config_name(nodes[0])}, as its node"
+        )
+    sizes = {config_name(node): node.num_gpus for node in nodes} or dict.fromkeys(configs)
+    gpus = []
+    for name, num_gpus in sizes.items():
+        slices = _slices_by_device(configs.get(name, []), num_gpus, card, f"mig-configs: {name}")
+        count = num_gpus or max(slices, default=-1) + 1
+        gpus += [slices.get(index, Counter()) for index in range(count)]
     return gpus
+
+
+def _slices_by_device(entries: Any, num_gpus: int | None, card: Card, where: str) -> dict[int, Counter[str]]:
+    """Of one configuration. `num_gpus`: of its node, None where no node is given."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{where} is {entries!r}: give a list of `devices` with their `mig-devices`")
+    slices: dict[int, Counter[str]] = {}
+    for number, entry in enumerate(entries):
+        field = f"{where}[{number}]: mig-devices"
+        counts = entry.get("mig-devices") or {}
+        if not isinstance(counts, dict):
+            raise ConfigError(f"{field} is {counts!r}: give slices with their numbers, as {{1g.10gb: 7}}")
+        cut = Counter(
+            {name: whole_number(n, f"{field}: {name}", COMPUTE_SLICES) for name, n in counts.items()}
+        )
+        check_layout(card, cut)
+        for index in _indices(entry.get("devices"), num_gpus, f"{where}[{number}]: devices"):
+            slices[index] = cut if entry.get("mig-enabled", True) else Counter()
+    return slices
+
+
+def _indices(devices: Any, num_gpus: int | None, where: str) -> Sequence[int]:
+    if devices == "all":
+        if num_gpus is None:
+            raise ConfigError(f"{where} is all, and how many cannot be known: give `nodes` in the fleet file")
+        return range(num_gpus)
+    if not isinstance(devices, list):
+        raise ConfigError(f"{where} is {devices!r}: give a list of indices, such as [0, 1], or all")
+    of_node = where if num_gpus is None else f"{where}, of a node with {num_gpus} GPUs,"
+    return [whole_number(index, of_node, (num_gpus or MAX_GPUS) - 1, least=0) for index in devices]
+
+
+def whole_number(value: Any, where: str, most: int, least: int = 1) -> int:
+    """ConfigError with the field, its value and the bounds."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{where} is {value!r}: give a whole number from {least} to {most:,}")
+    return value
 
 
 def config_map(parted: Mapping[str, Any], platform: str) -> dict[str, Any]:
@@ -151,30 +199,33 @@ def deployments(gpus: Sequence[PackedGpu], models: Mapping[str, Sequence[str]]) 
     """One per model and kind of slice. `models`: arguments of `quire serve` for each."""
     counts = Counter(demand for gpu in gpus for demand in gpu.demands)
     ordered = sorted(counts.items(), key=lambda item: (item[0].model, item[0].profile.name))
-    return [_deployment(demand, replicas, models[demand.model]) for demand, replicas in ordered]
+    names = deployment_names([demand.model for demand, _ in ordered])
+    return [
+        _deployment(names[demand.model], demand, count, models[demand.model]) for demand, count in ordered
+    ]
 
 
-def _deployment(demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str, Any]:
-    name = (
-        "".join(c if c.isalnum() else "-" for c in f"quire-{demand.model}".lower())
-        .strip("-")[:63]
-        .rstrip("-")
-    )
+def deployment_names(models: Collection[str]) -> dict[str, str]:
+    """A name that Kubernetes takes for each model; equal ones end in a hash of the model's name."""
+    plain = {model: _resource_name(model, MAX_NAME) for model in models}
+    uses = Counter(plain.values())
+    for model in [model for model, name in plain.items() if uses[name] > 1]:
+        plain[model] = f"{_resource_name(model, MAX_NAME - 9)}-{sha256(model.encode()).hexdigest()[:8]}"
+    return plain
+
+
+def _resource_name(model: str, most: int) -> str:
+    return re.sub("[^a-z0-9]", "-", f"quire-{model}".lower())[:most].rstrip("-")
+
+
+def _deployment(name: str, demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str, Any]:
     labels = {"app": name}
+    network = ["--host", "0.0.0.0", "--port", str(PORT)]
     probe = {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 5}
     container = {
         "name": "quire",
         "image": IMAGE,
-        "args": [
-            "serve",
-            *serve,
-            "--host",
-            "0.0.0.0",
-            "--port",
-            str(PORT),
-            "--served-model-name",
-            demand.model,
-        ],
+        "args": ["serve", *serve, *network, "--served-model-name", demand.model],
         "ports": [{"containerPort": PORT, "name": "http"}],
         "resources": {"limits": {f"nvidia.com/mig-{demand.profile.name}": 1}},
         "startupProbe": {**probe, "failureThreshold": 120},

@@ -55,7 +55,9 @@ def _placeable(profiles: tuple[Profile, ...]) -> bool:
 
 
 def pack(demands: Sequence[Demand], card: Card, before: Sequence[PackedGpu] = ()) -> list[PackedGpu]:
-    """GPUs with their demands. `before`: an earlier plan, whose slices stay where they are as far as possible."""
+    """GPUs with their demands. `before`: an earlier plan, whose slices stay where they are as far as possible, and
+    whose GPUs keep their places, also those without slices.
+    """
     left = Counter(demands)
     gpus: list[PackedGpu] = []
     for old in before:
@@ -65,14 +67,16 @@ def pack(demands: Sequence[Demand], card: Card, before: Sequence[PackedGpu] = ()
                 left[demand] -= 1
                 kept.demands.append(demand)
         gpus.append(kept)
+    stays = any(gpu.demands for gpu in gpus)
+    if not stays:
+        gpus = []
     for demand in sorted(left.elements(), key=lambda d: (_size(d.profile), d.model)):
         _insert(demand, gpus, card)
-    gpus = [gpu for gpu in gpus if gpu.demands]
-    if not before:
+    if not stays:
         for _ in range(ROUNDS):
             if len(gpus) <= lower_bound(demands) or not _empties_one(gpus, card):
                 break
-    return gpus
+    return gpus + [PackedGpu(card) for _ in range(len(before) - len(gpus))]
 
 
 def _insert(demand: Demand, gpus: list[PackedGpu], card: Card) -> None:
@@ -126,8 +130,13 @@ def lower_bound(demands: Sequence[Demand]) -> int:
     return max(math.ceil(compute), math.ceil(memory), whole + max(large, math.ceil(half / 2)))
 
 
+def num_used(gpus: Sequence[PackedGpu]) -> int:
+    """GPUs that have slices."""
+    return sum(bool(gpu.demands) for gpu in gpus)
+
+
 def moved(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> int:
-    """Slices of the new plan that were not on their GPU before."""
+    """Slices of the new plan that were not on their GPU before. GPUs are compared by their places."""
     old = [Counter(gpu.demands) for gpu in before]
     new = [Counter(gpu.demands) for gpu in after]
     same = sum((a & b).total() for a, b in zip(old, new, strict=False))

@@ -1,5 +1,6 @@
 """The file of `quire plan --fleet`: GPUs, nodes, and models with their users and promises."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,28 +10,22 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from quire.core.config import EngineConfig, setting_groups
 from quire.core.errors import ConfigError
-from quire.fleet.manifests import Node
+from quire.fleet.manifests import MAX_GPUS, Node, whole_number
 from quire.fleet.mig import Card, find_card
 
 MAX_MODELS, MAX_USERS, MAX_BYTES = 1000, 100_000, 1 << 20
-_FIELDS = {
-    "cards",
-    "card",
-    "nodes",
-    "models",
-    "slo_per_token",
-    "slo_request",
-    "prompt_tokens",
-    "output_tokens",
-}
 _PROMISES = ("slo_per_token", "slo_request", "prompt_tokens", "output_tokens")
+_FIELDS = {"cards", "card", "nodes", "models", *_PROMISES}
 _MODEL_FIELDS = {"name", "model", "users", "rate", "slice", "replicas", "settings", *_PROMISES}
 # the same of a file with `gpus`: whole cards, on which models are placed in groups
 _WHOLE_PROMISES = ("slo_request", "slo_scale", "cv", "prompt_tokens", "output_tokens")
 _WHOLE_FIELDS = {"gpus", "gpus_per_node", "max_tp", "max_pp", "models", *_WHOLE_PROMISES}
 _WHOLE_MODEL_FIELDS = {"name", "model", "rate", "settings", *_WHOLE_PROMISES}
-MAX_GPUS, MAX_RATE = 1024, 1e4
+MAX_RATE = 1e4
+# of a node: it is part of a label, and of a command in apply.sh
+_NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,55}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +38,19 @@ class FleetModel:
     slice: str | None  # given: nothing is simulated
     replicas: int
     rate: float = 0.0  # requests per second; 0: users are given
+
+    @property
+    def flags(self) -> list[str]:
+        """The settings as words of `quire serve`."""
+        words: list[str] = []
+        for name, value in self.settings.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                for item in value if isinstance(value, list) else [value]:
+                    words += [f"--{flag}", json.dumps(item) if isinstance(item, dict) else str(item)]
+        return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,9 @@ def read_fleet(path: Path) -> FleetFile:
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_MODELS:
         raise ConfigError(f"{path}: `models` must be a list of 1 to {MAX_MODELS} models")
     common = {name: document[name] for name in (*_PROMISES, *_WHOLE_PROMISES) if name in document}
-    models = tuple(_model(entry, common, index, whole) for index, entry in enumerate(entries))
+    models = tuple(
+        _model(entry, common, f"{path}: models[{index}]", whole) for index, entry in enumerate(entries)
+    )
     twice = sorted({m.name for m in models if sum(other.name == m.name for other in models) > 1})
     if twice:
         raise ConfigError(f"{path}: the name {twice[0]!r} is given twice: rename one")
@@ -96,26 +106,46 @@ def read_fleet(path: Path) -> FleetFile:
         return FleetFile((), (), models, _whole_cards(document, str(path)))
     names = document.get("cards") or [document.get("card")]
     cards = tuple(find_card(str(name)) for name in (names if isinstance(names, list) else [names]))
-    nodes = tuple(Node(str(node["name"]), int(node["gpus"])) for node in document.get("nodes", ()))
-    return FleetFile(cards, nodes, models)
+    return FleetFile(cards, _nodes(document.get("nodes"), f"{path}: nodes"), models)
+
+
+def _nodes(entries: Any, where: str) -> tuple[Node, ...]:
+    nodes: dict[str, Node] = {}
+    listed = [] if entries is None else entries
+    if not isinstance(listed, list):
+        raise ConfigError(f"{where} is {entries!r}: give a list, such as [{{name: gpu-1, gpus: 8}}]")
+    for index, entry in enumerate(listed):
+        if not isinstance(entry, dict) or not {"name", "gpus"} <= entry.keys():
+            raise ConfigError(
+                f"{where}[{index}] is {entry!r}: give `name` and `gpus`, as {{name: gpu-1, gpus: 8}}"
+            )
+        _known(entry, {"name", "gpus"}, f"{where}[{index}]")
+        name = str(entry["name"])
+        if not _NODE_NAME.fullmatch(name) or name in nodes:
+            own = "each node's own, of at most 57 small letters, digits, - and ."
+            raise ConfigError(f"{where}[{index}]: name is {name!r}: give {own}")
+        nodes[name] = Node(name, whole_number(entry["gpus"], f"{where}[{index}]: gpus", MAX_GPUS))
+    return tuple(nodes.values())
 
 
 def _whole_cards(document: Mapping[str, Any], where: str) -> WholeCards:
     gpus = document["gpus"]
     if not isinstance(gpus, dict) or not gpus:
         raise ConfigError(f"{where}: gpus is {gpus!r}: give names with their numbers, such as {{h200: 8}}")
-    counts = {str(name): _count(count, f"{where}: gpus: {name}", MAX_GPUS) for name, count in gpus.items()}
+    counts = {
+        str(name): whole_number(count, f"{where}: gpus: {name}", MAX_GPUS) for name, count in gpus.items()
+    }
     limits = {
-        name: _count(document.get(name, 8), f"{where}: {name}", most)
+        name: whole_number(document.get(name, 8), f"{where}: {name}", most)
         for name, most in (("gpus_per_node", MAX_GPUS), ("max_tp", 64), ("max_pp", 64))
     }
     return WholeCards(counts, **limits)
 
 
-def _model(entry: Any, common: Mapping[str, Any], index: int, whole: bool) -> FleetModel:
+def _model(entry: Any, common: Mapping[str, Any], where: str, whole: bool) -> FleetModel:
     if not isinstance(entry, dict) or "name" not in entry:
-        raise ConfigError(f"models[{index}] is {entry!r}: give at least `name`")
-    where = f"models[{index}] ({entry['name']})"
+        raise ConfigError(f"{where} is {entry!r}: give at least `name`")
+    where = f"{where} ({entry['name']})"
     _known(entry, _WHOLE_MODEL_FIELDS if whole else _MODEL_FIELDS, where)
     promises = _WHOLE_PROMISES if whole else _PROMISES
     own = {name: entry[name] for name in promises if name in entry}
@@ -130,16 +160,16 @@ def _model(entry: Any, common: Mapping[str, Any], index: int, whole: bool) -> Fl
         users=_users(entry, promise, where),
         rate=float(entry.get("rate", 0.0)),
         promise=promise,
-        settings=dict(entry.get("settings") or {}),
-        slice=entry.get("slice"),
-        replicas=_count(entry.get("replicas", 1), f"{where}: replicas", MAX_MODELS),
+        settings=_settings(entry, where),
+        slice=None if entry.get("slice") is None else str(entry["slice"]),
+        replicas=whole_number(entry.get("replicas", 1), f"{where}: replicas", MAX_MODELS),
     )
 
 
 def _users(entry: Mapping[str, Any], promise: Mapping[str, float], where: str) -> int:
     """Requests at once. A rate gives as many as arrive while one may take its promised time (Little's law)."""
     if "rate" not in entry:
-        return _count(entry.get("users", 1), f"{where}: users", MAX_USERS)
+        return whole_number(entry.get("users", 1), f"{where}: users", MAX_USERS)
     rate = entry["rate"]
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < MAX_RATE:
         raise ConfigError(
@@ -155,13 +185,27 @@ def _promised(name: str, value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise ConfigError(f"{where} is {value!r}: give a number from {low:g} to {high:g}")
         return float(value)
-    return seconds(value, where) if name.startswith("slo") else _count(value, where, MAX_USERS)
+    return seconds(value, where) if name.startswith("slo") else whole_number(value, where, MAX_USERS)
 
 
-def _count(value: Any, where: str, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConfigError(f"{where} is {value!r}: give a whole number from 1 to {most:,}")
-    return value
+def _settings(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Of the engine, checked here: a wrong one would be found by the first pod only."""
+    given = entry.get("settings")
+    if not isinstance({} if given is None else given, dict) or "model" in (given or {}):
+        raise ConfigError(
+            f"{where}: settings is {given!r}: give settings of the engine, as {{quantization: int4}}"
+        )
+    settings = {str(name): value for name, value in (given or {}).items() if value is not None}
+    switches = {field.name for fields in setting_groups().values() for field in fields if field.type is bool}
+    for name, value in settings.items():
+        if isinstance(value, bool) != (name in switches):
+            wanted = "true or false" if name in switches else "its value, not true or false"
+            raise ConfigError(f"{where}: settings: {name} is {value!r}: give {wanted}")
+    try:
+        EngineConfig.of(**settings)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: settings: {error}") from error
+    return settings
 
 
 def _known(entry: Mapping[str, Any], fields: set[str], where: str) -> None:

@@ -1,6 +1,7 @@
 """`quire plan --fleet` with whole GPUs: from the fleet's file to groups, predicted attainment and commands."""
 
 import difflib
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ class Plan:
         self, model: FleetModel, served: ModelOnShape, group: Group, gpus: Sequence[int], port: int
     ) -> str:
         share = (served.num_bytes - GPU_CONTEXT_BYTES) / self.devices[group.gpu].memory_bytes
-        flags = [f"--{name.replace('_', '-')} {value}" for name, value in model.settings.items()]
+        flags = map(shlex.quote, model.flags)
         shape = [f"-{name} {number}" for name, number in group.shape._asdict().items() if number > 1]
         visible = ",".join(str(gpu) for gpu in gpus)
         words = [
