@@ -2,6 +2,7 @@
 
 import multiprocessing
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.train.finetune import FinetuneJob, prepare
-from quire.train.settings import TrainSettings
+from quire.train.finetune import FinetuneJob, finetune, prepare
+from quire.train.run_files import RunFiles
+from quire.train.settings import STOPPED, TrainSettings
 from quire.train.zero import end_ranks, lora_training, start_ranks
 
 SETTINGS = TrainSettings(
@@ -51,7 +53,15 @@ def trained_each(jobs: "list[FinetuneJob]", results: "multiprocessing.SimpleQueu
         trained(job, results)
 
 
-def on_ranks(jobs: "list[FinetuneJob]", world: int) -> list[dict]:
+def stopped(jobs: "list[FinetuneJob]", results: "multiprocessing.SimpleQueue") -> None:
+    """A run of which only rank 0 is told to end, after two steps."""
+    (job,), steps = jobs, []
+    torch.set_num_threads(1)
+    how = finetune(job, steps.append, stop=lambda: job.rank == 0 and len(steps) == 2)
+    results.put({"how": how, "steps": [report.step for report in steps]})
+
+
+def on_ranks(jobs: "list[FinetuneJob]", world: int, run: Callable = trained_each) -> list[dict]:
     """All jobs one after another, in the same processes: starting one takes longer than a run."""
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
@@ -60,7 +70,7 @@ def on_ranks(jobs: "list[FinetuneJob]", world: int) -> list[dict]:
             free.bind(("127.0.0.1", 0))
             jobs[at] = replace(job, world=world, address=f"127.0.0.1:{free.getsockname()[1]}")
     by_rank = [[replace(job, rank=rank) for job in jobs] for rank in range(world)]
-    processes = [context.Process(target=trained_each, args=(one, results)) for one in by_rank]
+    processes = [context.Process(target=run, args=(one, results)) for one in by_rank]
     for process in processes:
         process.start()
     for process in processes:
@@ -90,3 +100,9 @@ def test_losses_and_bytes(alone: dict, tiny: Path, data: Path, tmp_path: Path):
             expected = base if part == "base" else getattr(kept, part)
             assert num_bytes == pytest.approx(expected, rel=0.02), part
         assert (tmp_path / str(found["stage"]) / "adapter_model.safetensors").exists()
+
+
+def test_all_ranks_end_where_one_is_told_to(tiny: Path, data: Path, tmp_path: Path):
+    job = FinetuneJob(data, tmp_path / "mine", str(tiny), settings=SETTINGS, device="cpu", zero_stage=1)
+    assert on_ranks([job], 2, stopped) == 2 * [{"how": STOPPED, "steps": [1, 2]}]
+    assert RunFiles(job.output).checkpoints.steps() == [2]

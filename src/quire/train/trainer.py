@@ -50,30 +50,17 @@ class Trainer:
     """`settings` are resolved. The run's files are in `folder`/training; one that was interrupted goes on."""
 
     def __init__(
-        self,
-        model: TrainedModel,
-        settings: TrainSettings,
-        items: Sequence[Item],
-        validation: Sequence[Item],
-        folder: Path,
-        adapter_config: dict[str, Any],
-        zero_stage: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
+        self, model: TrainedModel, settings: TrainSettings, items: Sequence[Item], validation: Sequence[Item],
+        folder: Path, adapter_config: dict[str, Any], zero_stage: int = 0, rank: int = 0, world: int = 1,
+    ) -> None:  # fmt: skip
         self.model, self._settings = model, settings
         self._items, self._validation = items, validation[:MAX_VALIDATION]
         self._config = adapter_config
         self.folder = folder
         self.shards = StateShards(model.parameters, zero_stage, rank, world)
         bits = BITS[settings.optimizer]
-        self.optimizer = AdamW(
-            self.shards.last - self.shards.first,
-            model.device,
-            bits,
-            settings.weight_decay,
-            paged=settings.paged,
-        )
+        count = self.shards.last - self.shards.first
+        self.optimizer = AdamW(count, model.device, bits, settings.weight_decay, paged=settings.paged)
         assert settings.batch_size is not None and settings.epochs is not None  # noqa: PT018
         self._per_epoch = -(-len(items) // settings.batch_size)
         self.num_steps = self._per_epoch * settings.epochs
@@ -89,7 +76,8 @@ class Trainer:
         self._resume()
         every = self._settings.checkpoint_steps or 1
         while self.step < self.num_steps:
-            if stop():
+            ends = torch.tensor(float(stop()), device=self.model.device)
+            if self.shards.total(ends):  # over ranks: all end where one is told to
                 self._save()
                 return STOPPED
             report = self._one_step()
@@ -268,11 +256,8 @@ def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 def _identity(settings: TrainSettings, items: Sequence[Item], config: dict[str, Any]) -> str:
     """Of everything that the losses depend on; where files lie and how many checkpoints are kept is not."""
-    kept = {
-        k: v
-        for k, v in asdict(settings).items()
-        if k not in ("checkpoint_steps", "keep_checkpoints", "paged")
-    }
+    left_out = ("checkpoint_steps", "keep_checkpoints", "paged")
+    kept = {k: v for k, v in asdict(settings).items() if k not in left_out}
     digest = hashlib.sha256(json.dumps([kept, config], sort_keys=True).encode())
     for item in items:
         for example in item:
