@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.server.fine_tuning.jobs import MAX_STARTS, Job, Jobs
+from quire.server.fine_tuning import jobs as fine_tuning
+from quire.server.fine_tuning.jobs import MAX_STARTS, QUEUED, RUNNING, Job, Jobs
 from quire.server.settings import ServerSettings
 from tests.server.running import PATIENCE, RunningServer
 from tests.train.conftest import make_model
@@ -72,17 +73,48 @@ def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
         ServerSettings(train_share=share)
 
 
+def new_job(**changes: object) -> Job:
+    return Job(
+        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
+        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
+    )  # fmt: skip
+
+
 def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
     jobs = Jobs(tmp_path, 1, None)
-    job = Job(
-        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
-        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, num_starts=MAX_STARTS,
-    )  # fmt: skip
+    job = new_job(num_starts=MAX_STARTS)
     jobs.folder(job).mkdir()
     (jobs.folder(job) / "log.txt").write_text("data      4 examples\nMemoryError\n\n")
     asyncio.run(jobs._take_result(job))
     assert job.status == "failed"
     assert job.error.endswith("killed 3 times without a new step; the last line of its log: MemoryError")
+
+
+def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_path, monkeypatch):
+    free, started = [10**9], []
+    monkeypatch.setattr(fine_tuning, "memory_left", lambda: (free[0], 16 * 10**9))
+    jobs = Jobs(tmp_path, 1, None)
+    monkeypatch.setattr(jobs, "_start", started.append)
+    monkeypatch.setattr(jobs, "_watch", lambda: None)
+    job = new_job(status=RUNNING, num_starts=MAX_STARTS)
+    jobs.folder(job).mkdir()
+    jobs._jobs[job.id] = job
+    jobs.files(job).ended("stopped", "memory is short (0.5 of 16.0 GB left)", 3 * 10**9)
+    asyncio.run(jobs._take_result(job))
+    assert (job.status, job.num_starts) == (QUEUED, 0)  # it was not killed
+    assert [event["message"] for event in jobs.events(job)] == [
+        "Paused: memory is short (0.5 of 16.0 GB left): the job goes on by itself when 3.0 GB are free"
+    ]
+    assert asyncio.run(jobs._look())  # it goes on looking
+    assert started == []
+    free[0] = 3 * 10**9
+    asyncio.run(jobs._look())
+    assert started == [job]
+    free[0] = 0
+    for status in ("paused", QUEUED):  # whoever resumes it does not want to wait
+        jobs.change(job, status)
+    asyncio.run(jobs._look())
+    assert started == [job, job]
 
 
 def test_jobs_train_and_are_served(start, tmp_path):
@@ -144,6 +176,8 @@ def _survives(client, folder, job_id, expected):
     wait(client, job_id, "running")
     _train_until(lambda: len(losses(client, job_id)) >= 2, process(folder, job_id))
     assert os.getpriority(os.PRIO_PROCESS, process(folder, job_id)) == 19
+    score = Path(f"/proc/{process(folder, job_id)}/oom_score_adj")
+    assert not score.exists() or score.read_text() == "1000\n"  # the kernel ends it before the server
     group = Path(f"/proc/{process(folder, job_id)}/autogroup")
     assert not group.exists() or group.read_text().endswith("nice 19\n")
     assert jobs.pause(job_id).status == "paused"
