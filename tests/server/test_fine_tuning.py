@@ -7,13 +7,16 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.server.fine_tuning import endpoints
 from quire.server.fine_tuning import jobs as fine_tuning
+from quire.server.fine_tuning.endpoints import TuningEndpoints
 from quire.server.fine_tuning.jobs import MAX_STARTS, QUEUED, RUNNING, Job, Jobs
 from quire.server.settings import ServerSettings
 from tests.server.running import PATIENCE, RunningServer
@@ -78,6 +81,19 @@ def new_job(**changes: object) -> Job:
         id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
         flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
     )  # fmt: skip
+
+
+def test_a_job_gets_its_share_of_the_cores_that_the_server_may_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoints, "default_num_threads", lambda: 8)  # of more that the machine has
+    (tmp_path / "data.jsonl").write_bytes(lines())
+    for share, threads in ((0.01, 1), (0.3, 2), (0.5, 4), (1.0, 8)):
+        service = SimpleNamespace(settings=ServerSettings(train_share=share))
+        jobs = TuningEndpoints(service, SimpleNamespace(folder=tmp_path / str(share))).jobs
+        monkeypatch.setattr(jobs, "_watch", lambda: None)
+        job = new_job()
+        jobs.create(job, tmp_path / "data.jsonl", None)
+        settings = json.loads((jobs.folder(job) / "settings.json").read_text())
+        assert (settings["num-threads"], settings["nice"]) == (threads, 19)
 
 
 def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
