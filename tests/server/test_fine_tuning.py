@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.observe.host import process_birth
 from quire.server.fine_tuning import endpoints
 from quire.server.fine_tuning import jobs as fine_tuning
 from quire.server.fine_tuning.endpoints import TuningEndpoints
@@ -161,6 +162,76 @@ def test_jobs_train_and_are_served(start, tmp_path):
     ]
     assert texts[0] == texts[1]
     _fails(client, folder)
+
+
+def test_a_running_job_is_cancelled_and_preferences_are_learned(start, tmp_path):
+    server, folder = start(), tmp_path / "data"
+    client = server.client()
+    held_out = client.files.create(file=("held-out.jsonl", lines(4)), purpose="fine-tune").id
+    _cancels(client, folder, client.files.create(file=("a.jsonl", lines()), purpose="fine-tune").id, held_out)
+    _prefers(client)
+
+
+def _cancels(client, folder, file_id, held_out):
+    """A job with held-out examples of its own, after an epoch."""
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(
+        model=BASE, training_file=file_id, validation_file=held_out, hyperparameters=HYPERPARAMETERS
+    )
+    assert job.validation_file == held_out
+    wait(client, job.id, "running")
+    pid = process(folder, job.id)
+    birth = process_birth(pid)
+
+    def validated():
+        events = [event.data for event in jobs.list_events(job.id, limit=100) if event.type == "metrics"]
+        return {data["step"]: data["full_valid_loss"] for data in events if "full_valid_loss" in data}
+
+    _train_until(validated, pid)
+    cancelled = jobs.cancel(job.id)
+    assert (cancelled.status, cancelled.fine_tuned_model) == ("cancelled", None)
+    assert cancelled.finished_at >= cancelled.created_at
+    _until(lambda: _waits(pid, signal.SIGTERM))
+    os.kill(pid, signal.SIGCONT)
+    _until(lambda: process(folder, job.id) is None)
+    assert process_birth(pid) != birth
+    assert list(validated()) == [5]  # 20 examples, 4 a step
+    assert 0 < validated()[5] < 10
+    done = len(losses(client, job.id))
+    assert 5 <= done < 60
+    assert [one.step_number for one in jobs.checkpoints.list(job.id)] == [done]  # of the last step
+    assert jobs.retrieve(job.id).status == "cancelled"
+    assert [model.id for model in client.models.list() if model.id.startswith("ft:")] == []
+
+
+def _prefers(client):
+    pairs = [
+        {
+            "input": {"messages": [{"role": "user", "content": letter}]},
+            "preferred_output": [{"role": "assistant", "content": "yes"}],
+            "non_preferred_output": [{"role": "assistant", "content": "no"}],
+        }
+        for letter in "abcdefghijklmnop"
+    ]
+    content = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    file = client.files.create(file=("pairs.jsonl", content), purpose="fine-tune")
+    numbers = {"beta": 0.2, "n_epochs": 4, "batch_size": 4, "lora_rank": 4, "learning_rate": 0.01}
+    job = client.fine_tuning.jobs.create(
+        model=BASE, training_file=file.id, suffix="polite",
+        method={"type": "dpo", "dpo": {"hyperparameters": numbers}},
+    )  # fmt: skip
+    done = wait(client, job.id, "succeeded", "failed")
+    assert (done.error, done.fine_tuned_model) == (None, f"ft:{BASE}:polite")
+    assert (done.method.type, done.method.dpo.hyperparameters.beta) == ("dpo", 0.2)
+    events = [event.data for event in client.fine_tuning.jobs.list_events(job.id, limit=100)][::-1]
+    steps = [data for data in events if data]
+    assert steps[0]["train_loss"] == pytest.approx(0.6931, abs=1e-3)  # both models agree at first
+    assert steps[-1]["train_loss"] < 0.5
+    assert steps[-1]["train_accuracy"] == 1.0
+    ask = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+    answer = client.chat.completions.create(model=done.fine_tuned_model, **ask)
+    assert answer.model == done.fine_tuned_model
+    assert answer.usage.completion_tokens > 0
 
 
 def _finishes(server, client, job_id):
