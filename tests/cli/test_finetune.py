@@ -7,6 +7,7 @@ import gguf
 import pytest
 import torch
 
+from quire.cli import finetune
 from tests.train.conftest import make_model
 from tests.weights.gguf_writing import LLAMA_KEYS, write
 
@@ -75,6 +76,32 @@ def test_bad_data_is_one_line_and_the_reason_is_kept(run, data, tmp_path):
     assert ran.code == 2
     assert "data.jsonl: 1 of 9 lines cannot be trained: line 9 is no JSON" in ran.err
     assert "line 9" in json.loads((tmp_path / "mine" / "training" / "result.json").read_text())["error"]
+
+
+def test_a_run_of_low_priority_ends_with_a_checkpoint_when_memory_is_short(run, data, tmp_path, monkeypatch):
+    readings = [8 << 30, 8 << 30, 100 << 20]  # before each step; of 16 GiB
+    monkeypatch.setattr(finetune, "memory_left", lambda: (readings.pop(0), 16 << 30))
+    monkeypatch.setattr(
+        finetune, "OOM_SCORE", tmp_path / "oom_score_adj"
+    )  # of this process: it cannot be lowered
+    monkeypatch.setattr(finetune.os, "nice", lambda steps: None)
+    output = tmp_path / "mine"
+    model = make_model(tmp_path / "tiny")
+    words = ["finetune", data, "--model", model, "--output", output, "--num-threads", "1"]
+    words += ["--epochs", "2", "--batch-size", "4", "--rank", "2", "--checkpoint-steps", "100"]
+    ran = run(*words, "--nice", "19")
+    assert ran.code == 130
+    assert "memory is short (0.1 of 17.2 GB left): the same command goes on from the last step" in ran.err
+    assert (tmp_path / "oom_score_adj").read_text() == "1000"
+    result = json.loads((output / "training" / "result.json").read_text())
+    assert (result["status"], result["error"]) == ("stopped", "memory is short (0.1 of 17.2 GB left)")
+    own = result["memory"] - 2 * int(0.05 * (16 << 30))  # what this process holds
+    assert 50 << 20 < own < 8 << 30
+    assert [path.name for path in (output / "training" / "checkpoints").iterdir()] == ["step-000002"]
+    ran = run(*words)  # at the usual priority it does not look
+    assert ran.code == 0, ran.err
+    assert "step 3/4" in ran.err
+    assert "step 2/4" not in ran.err
 
 
 def test_a_plan_of_training_has_the_numbers_of_zero(run):

@@ -7,13 +7,18 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.server.fine_tuning.jobs import MAX_STARTS, Job, Jobs
+from quire.observe.host import process_birth
+from quire.server.fine_tuning import endpoints
+from quire.server.fine_tuning import jobs as fine_tuning
+from quire.server.fine_tuning.endpoints import TuningEndpoints
+from quire.server.fine_tuning.jobs import MAX_STARTS, QUEUED, RUNNING, Job, Jobs
 from quire.server.settings import ServerSettings
 from tests.server.running import PATIENCE, RunningServer
 from tests.train.conftest import make_model
@@ -72,17 +77,61 @@ def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
         ServerSettings(train_share=share)
 
 
+def new_job(**changes: object) -> Job:
+    return Job(
+        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
+        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
+    )  # fmt: skip
+
+
+def test_a_job_gets_its_share_of_the_cores_that_the_server_may_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoints, "default_num_threads", lambda: 8)  # of more that the machine has
+    (tmp_path / "data.jsonl").write_bytes(lines())
+    for share, threads in ((0.01, 1), (0.3, 2), (0.5, 4), (1.0, 8)):
+        service = SimpleNamespace(settings=ServerSettings(train_share=share))
+        jobs = TuningEndpoints(service, SimpleNamespace(folder=tmp_path / str(share))).jobs
+        monkeypatch.setattr(jobs, "_watch", lambda: None)
+        job = new_job()
+        jobs.create(job, tmp_path / "data.jsonl", None)
+        settings = json.loads((jobs.folder(job) / "settings.json").read_text())
+        assert (settings["num-threads"], settings["nice"]) == (threads, 19)
+
+
 def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
     jobs = Jobs(tmp_path, 1, None)
-    job = Job(
-        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
-        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, num_starts=MAX_STARTS,
-    )  # fmt: skip
+    job = new_job(num_starts=MAX_STARTS)
     jobs.folder(job).mkdir()
     (jobs.folder(job) / "log.txt").write_text("data      4 examples\nMemoryError\n\n")
     asyncio.run(jobs._take_result(job))
     assert job.status == "failed"
     assert job.error.endswith("killed 3 times without a new step; the last line of its log: MemoryError")
+
+
+def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_path, monkeypatch):
+    free, started = [10**9], []
+    monkeypatch.setattr(fine_tuning, "memory_left", lambda: (free[0], 16 * 10**9))
+    jobs = Jobs(tmp_path, 1, None)
+    monkeypatch.setattr(jobs, "_start", started.append)
+    monkeypatch.setattr(jobs, "_watch", lambda: None)
+    job = new_job(status=RUNNING, num_starts=MAX_STARTS)
+    jobs.folder(job).mkdir()
+    jobs._jobs[job.id] = job
+    jobs.files(job).ended("stopped", "memory is short (0.5 of 16.0 GB left)", 3 * 10**9)
+    asyncio.run(jobs._take_result(job))
+    assert (job.status, job.num_starts) == (QUEUED, 0)  # it was not killed
+    assert [event["message"] for event in jobs.events(job)] == [
+        "Paused: memory is short (0.5 of 16.0 GB left): the job goes on by itself when 3.0 GB are free"
+    ]
+    assert asyncio.run(jobs._look())  # it goes on looking
+    assert started == []
+    free[0] = 3 * 10**9
+    asyncio.run(jobs._look())
+    assert started == [job]
+    free[0] = 0
+    for status in ("paused", QUEUED):  # whoever resumes it does not want to wait
+        jobs.change(job, status)
+    asyncio.run(jobs._look())
+    assert started == [job, job]
 
 
 def test_jobs_train_and_are_served(start, tmp_path):
@@ -115,6 +164,76 @@ def test_jobs_train_and_are_served(start, tmp_path):
     _fails(client, folder)
 
 
+def test_a_running_job_is_cancelled_and_preferences_are_learned(start, tmp_path):
+    server, folder = start(), tmp_path / "data"
+    client = server.client()
+    held_out = client.files.create(file=("held-out.jsonl", lines(4)), purpose="fine-tune").id
+    _cancels(client, folder, client.files.create(file=("a.jsonl", lines()), purpose="fine-tune").id, held_out)
+    _prefers(client)
+
+
+def _cancels(client, folder, file_id, held_out):
+    """A job with held-out examples of its own, after an epoch."""
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(
+        model=BASE, training_file=file_id, validation_file=held_out, hyperparameters=HYPERPARAMETERS
+    )
+    assert job.validation_file == held_out
+    wait(client, job.id, "running")
+    pid = process(folder, job.id)
+    birth = process_birth(pid)
+
+    def validated():
+        events = [event.data for event in jobs.list_events(job.id, limit=100) if event.type == "metrics"]
+        return {data["step"]: data["full_valid_loss"] for data in events if "full_valid_loss" in data}
+
+    _train_until(validated, pid)
+    cancelled = jobs.cancel(job.id)
+    assert (cancelled.status, cancelled.fine_tuned_model) == ("cancelled", None)
+    assert cancelled.finished_at >= cancelled.created_at
+    _until(lambda: _waits(pid, signal.SIGTERM))
+    os.kill(pid, signal.SIGCONT)
+    _until(lambda: process(folder, job.id) is None)
+    assert process_birth(pid) != birth
+    assert list(validated()) == [5]  # 20 examples, 4 a step
+    assert 0 < validated()[5] < 10
+    done = len(losses(client, job.id))
+    assert 5 <= done < 60
+    assert [one.step_number for one in jobs.checkpoints.list(job.id)] == [done]  # of the last step
+    assert jobs.retrieve(job.id).status == "cancelled"
+    assert [model.id for model in client.models.list() if model.id.startswith("ft:")] == []
+
+
+def _prefers(client):
+    pairs = [
+        {
+            "input": {"messages": [{"role": "user", "content": letter}]},
+            "preferred_output": [{"role": "assistant", "content": "yes"}],
+            "non_preferred_output": [{"role": "assistant", "content": "no"}],
+        }
+        for letter in "abcdefghijklmnop"
+    ]
+    content = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    file = client.files.create(file=("pairs.jsonl", content), purpose="fine-tune")
+    numbers = {"beta": 0.2, "n_epochs": 4, "batch_size": 4, "lora_rank": 4, "learning_rate": 0.01}
+    job = client.fine_tuning.jobs.create(
+        model=BASE, training_file=file.id, suffix="polite",
+        method={"type": "dpo", "dpo": {"hyperparameters": numbers}},
+    )  # fmt: skip
+    done = wait(client, job.id, "succeeded", "failed")
+    assert (done.error, done.fine_tuned_model) == (None, f"ft:{BASE}:polite")
+    assert (done.method.type, done.method.dpo.hyperparameters.beta) == ("dpo", 0.2)
+    events = [event.data for event in client.fine_tuning.jobs.list_events(job.id, limit=100)][::-1]
+    steps = [data for data in events if data]
+    assert steps[0]["train_loss"] == pytest.approx(0.6931, abs=1e-3)  # both models agree at first
+    assert steps[-1]["train_loss"] < 0.5
+    assert steps[-1]["train_accuracy"] == 1.0
+    ask = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+    answer = client.chat.completions.create(model=done.fine_tuned_model, **ask)
+    assert answer.model == done.fine_tuned_model
+    assert answer.usage.completion_tokens > 0
+
+
 def _finishes(server, client, job_id):
     url = f"{server.url}/v1/fine_tuning/jobs/{job_id}/events?stream=true"
     with httpx.stream("GET", url, timeout=4 * PATIENCE) as streamed:
@@ -144,6 +263,8 @@ def _survives(client, folder, job_id, expected):
     wait(client, job_id, "running")
     _train_until(lambda: len(losses(client, job_id)) >= 2, process(folder, job_id))
     assert os.getpriority(os.PRIO_PROCESS, process(folder, job_id)) == 19
+    score = Path(f"/proc/{process(folder, job_id)}/oom_score_adj")
+    assert not score.exists() or score.read_text() == "1000\n"  # the kernel ends it before the server
     group = Path(f"/proc/{process(folder, job_id)}/autogroup")
     assert not group.exists() or group.read_text().endswith("nice 19\n")
     assert jobs.pause(job_id).status == "paused"

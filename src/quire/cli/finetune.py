@@ -16,6 +16,7 @@ from quire.cli.parser import Parser
 from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.errors import QuireError
 from quire.llm.progress import load_progress
+from quire.observe.host import memory_left, numbers_in
 from quire.train.finetune import FinetuneJob, finetune_ranks
 from quire.train.run_files import RunFiles
 from quire.train.settings import AUTO, FAILED, FINISHED, METHODS, TrainSettings
@@ -23,6 +24,9 @@ from quire.train.trainer import TrainedStep
 from quire.train.zero import STAGES
 
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+SPARE_SHARE = 0.05  # of memory: others may take so much during one step
+MAX_SPARE = 4 << 30  # bytes: 5 % of a large machine is more than others take
 
 
 def add_arguments(parser: Parser) -> None:
@@ -59,7 +63,8 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--device", default=AUTO, help="cpu or cuda (default: auto)")
     group.add_argument("--dtype", default=AUTO, help="of the base (default: float32 on a CPU, else bfloat16)")
     group.add_argument("--num-threads", type=int, help="compute threads (default: all cores)")
-    group.add_argument("--nice", type=int, default=0, help="lower the priority by 1 to 19 (default: 0)")
+    text = "lower the priority by 1 to 19, and end with a checkpoint when memory is short (default: 0)"
+    group.add_argument("--nice", type=int, default=0, help=text)
     group.add_argument(
         "--ranks", type=int, default=1, help="processes that divide each step's batches (default: 1)"
     )
@@ -83,26 +88,47 @@ def run(arguments: argparse.Namespace) -> int:
         zero_stage=arguments.zero_stage,
         world=arguments.ranks,
     )
-    shown = ProgressLines()
+    shown, memory = ProgressLines(), MemoryWatch(arguments.nice > 0)
     files = RunFiles(job.output)
     if arguments.nice:
         _lower_priority(arguments.nice)
     live = sys.stderr.isatty()
     with interruptible() as interrupted, _terminable() as ended, load_progress(live) as progress:
         try:
-            result = finetune_ranks(job, shown, shown.line, lambda: interrupted() or ended(), progress)
+            stops = (interrupted, ended, memory.is_short)
+            result = finetune_ranks(job, shown, shown.line, lambda: any(stop() for stop in stops), progress)
         except (QuireError, OSError) as error:
             with suppress(OSError):
                 files.ended(FAILED, str(error))
             raise
-    files.ended(result)
+    files.ended(result, memory.reason, memory.needed)
     if result != FINISHED:
-        shown.line(f"stopped: the same command goes on from the last step (see {job.output / 'training'})")
+        why = memory.reason or "stopped"
+        shown.line(f"{why}: the same command goes on from the last step (see {job.output / 'training'})")
         return INTERRUPTED
     shown.line(f"adapter   {job.output}")
     model = f" {arguments.model}" if arguments.model else ""
     shown.line(f"serve     quire serve{model} --lora-modules {arguments.name}={job.output}")
     return 0
+
+
+class MemoryWatch:
+    """Tells a run that yields when to end, with a checkpoint, and what must be free before it goes on."""
+
+    def __init__(self, yields: bool) -> None:
+        self._yields = yields
+        self.reason: str | None = None
+        self.needed = 0  # bytes: what this process gives back, and room to last for a while
+
+    def is_short(self) -> bool:
+        left, total = memory_left() if self._yields else (0, 0)
+        spare = min(int(SPARE_SHARE * total), MAX_SPARE)
+        if left >= spare:
+            return False
+        own = numbers_in(Path("/proc/self/status"))
+        self.needed = 2 * spare + (own.get("RssAnon", 0) + own.get("VmSwap", 0) << 10)
+        self.reason = f"memory is short ({left / 1e9:.1f} of {total / 1e9:.1f} GB left)"
+        return True
 
 
 class ProgressLines:
@@ -125,12 +151,8 @@ class ProgressLines:
             text += f"  ranked right {report.accuracy:.2f}"
         text += f"  {report.num_tokens / report.seconds:,.0f} tokens/s  {_minutes(left)} left"
         ends = not self._is_live or report.validation_loss is not None or report.step == report.num_steps
-        print(
-            f"\r\x1b[K{text}" if self._is_live else text,
-            end="\n" if ends else "",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"\r\x1b[K{text}" if self._is_live else text
+        print(text, end="\n" if ends else "", file=sys.stderr, flush=True)
 
 
 def _minutes(seconds: float) -> str:
@@ -147,8 +169,10 @@ def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _lower_priority(steps: int) -> None:
     """Also of the session, if it is this process's own: Linux divides cores among sessions before it looks at the nice
-    values of processes."""
+    values of processes. Where memory runs out, the kernel ends this process first."""
     os.nice(steps)
+    with suppress(OSError):  # not Linux
+        OOM_SCORE.write_text("1000")
     if os.getsid(0) == os.getpid():
         with suppress(OSError):  # a kernel without such groups
             Path("/proc/self/autogroup").write_text(str(steps))

@@ -3,6 +3,7 @@
 import ctypes
 import glob
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -39,6 +40,25 @@ def _cgroup_cpus() -> int:
         return max(1, -(-int(quota) // int(period)))
     except (OSError, ValueError):
         return 1 << 30
+
+
+def memory_left(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes that can be had without swapping, and of how many: of the machine, or of the control group if less is left
+    of it. Zeros where the system does not say."""
+    machine, group = numbers_in(root / "proc/meminfo"), root / "sys/fs/cgroup"
+    pairs = [(machine["MemAvailable"] << 10, machine["MemTotal"] << 10)] if machine else []
+    with suppress(OSError, ValueError):  # a group without a limit has `max`
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = numbers_in(group / "memory.stat")  # pages of files are dropped when others need memory
+        pairs.append((limit - used + stat["active_file"] + stat["inactive_file"], limit))
+    return min(pairs, default=(0, 0))
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, as /proc has them; none where there is no such file."""
+    with suppress(OSError):
+        return {k: int(v) for k, v in re.findall(r"^(\w+):?\s+(\d+)", path.read_text(), re.MULTILINE)}
+    return {}
 
 
 def machine_number() -> int:

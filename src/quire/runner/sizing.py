@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -10,6 +9,7 @@ from quire.core.config import MemoryConfig
 from quire.core.errors import ConfigError
 from quire.core.layout import BlockLayout, LayerGroups
 from quire.core.stats import PoolSize
+from quire.observe.host import memory_left
 
 CPU_POOL_SHARE = 0.25  # of the memory that is free after loading: a laptop has other things to do
 CPU_POOL_LIMIT = 4 << 30
@@ -86,15 +86,6 @@ def free_host_bytes(limit: int = CPU_POOL_LIMIT) -> int:
 
 def available_memory() -> int:
     """Bytes that can be had without swapping, as far as the system says."""
-    limits = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    if cgroup.exists() and (text := cgroup.read_text().strip()).isdigit():
-        limits.append(int(text))
-    if not limits:  # macOS: physical memory is the best known bound
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return min(limits)
+    left, total = memory_left()
+    # macOS: physical memory is the best known bound
+    return left if total else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

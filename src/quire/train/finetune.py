@@ -245,13 +245,9 @@ def _tokens(items: list[Item]) -> int:
 
 
 def _load(
-    job: FinetuneJob,
-    settings: TrainSettings,
-    source: Source,
-    config: ModelConfig,
-    device: torch.device,
-    on_line: OnLine,
-) -> TrainedModel:
+    job: FinetuneJob, settings: TrainSettings, source: Source, config: ModelConfig,
+    device: torch.device, on_line: OnLine,
+) -> TrainedModel:  # fmt: skip
     usual = "float32" if device.type == "cpu" else "bfloat16"
     dtype = getattr(torch, usual if job.dtype == "auto" else job.dtype, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -34,10 +34,11 @@ class RunFiles:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_checkpoints)
         self._result = self.folder / "result.json"
 
-    def ended(self, status: str, error: str | None = None) -> None:
-        """How the last process ended; of one that was killed there is no record."""
+    def ended(self, status: str, error: str | None = None, memory: int = 0) -> None:
+        """How the last process ended; of one that was killed there is no record. `memory` bytes
+        must be free before a run goes on that ended for want of them."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self._result, {"status": status, "error": error})
+        write_json(self._result, {"status": status, "error": error, "memory": memory})
 
     def begun(self) -> None:
         self._result.unlink(missing_ok=True)

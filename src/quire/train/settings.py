@@ -74,14 +74,15 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in (
+        counts = (
             "epochs",
             "batch_size",
             "batch_tokens",
             "max_length",
             "checkpoint_steps",
             "keep_checkpoints",
-        ):
+        )
+        for name in counts:
             _check(name, getattr(self, name), lambda value: value >= 1, "1 or more")
         _check("epochs", self.epochs, lambda value: value <= MAX_EPOCHS, f"at most {MAX_EPOCHS}")
         _check("rank", self.rank, lambda value: 1 <= value <= MAX_RANK, f"1 to {MAX_RANK}")

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import math
-import os
 import shutil
 import time
 import uuid
@@ -17,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import ConfigError, InvalidRequest, NotFound
+from quire.observe.host import default_num_threads
 from quire.server.fine_tuning.jobs import CANCELLED, ENDED, PAUSED, QUEUED, RUNNING, Job, Jobs
 from quire.server.operations import engine_call
 from quire.server.protocol.fine_tuning import (
@@ -59,7 +58,7 @@ STREAM_SECONDS = 0.5  # between looks at a job's log
 class TuningEndpoints:
     def __init__(self, service: Service, retrieval: Retrieval) -> None:
         self._service, self._retrieval = service, retrieval
-        threads = max(1, math.floor(service.settings.train_share * (os.cpu_count() or 1)))
+        threads = max(1, int(service.settings.train_share * default_num_threads()))
         self.jobs = Jobs(retrieval.folder / "fine_tuning", threads, self._register)
 
     async def _register(self, name: str, folder: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import QuireError
-from quire.observe.host import process_birth
+from quire.observe.host import memory_left, process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
 from quire.train.settings import FAILED, FINISHED
@@ -59,6 +59,7 @@ class Job:
     num_starts: int = 0  # since the last new step
     last_step: int = 0
     ended_at: float = 0.0  # when its process was told to end
+    memory: int = 0  # bytes that must be free before it starts again
 
     @property
     def adapter(self) -> str:
@@ -110,10 +111,9 @@ class Jobs:
         job.status = status
         if status == CANCELLED:
             job.finished_at = int(time.time())
-        self._say(
-            job, {QUEUED: "Resumed", PAUSED: "Paused", CANCELLED: "Cancelled"}[status] + f" job: {job.id}"
-        )
-        job.num_starts = 0
+        done = {QUEUED: "Resumed", PAUSED: "Paused", CANCELLED: "Cancelled"}[status]
+        self._say(job, f"{done} job: {job.id}")
+        job.num_starts = job.memory = 0
         self._save(job)
         self._watch()
 
@@ -180,6 +180,7 @@ class Jobs:
             if job.pid is not None:
                 await self._follow(job)
         waiting = [job for job in active if job.pid is None and job.status in (RUNNING, QUEUED)]
+        waiting = [job for job in waiting if job.memory == 0 or memory_left()[0] >= job.memory]
         if waiting and not any(job.pid is not None for job in jobs):
             self._start(min(waiting, key=lambda job: (job.status != RUNNING, job.created_at)))
         return bool(active)
@@ -230,6 +231,10 @@ class Jobs:
             self._say(job, "The job has successfully completed")
         elif status == FAILED and result is not None:
             self._fail(job, str(result["error"]))
+        elif result is not None and result.get("memory"):
+            job.status, job.num_starts, job.memory = QUEUED, 0, result["memory"]
+            needed = f"{job.memory / 1e9:.1f} GB are free"
+            self._say(job, f"Paused: {result['error']}: the job goes on by itself when {needed}")
         else:  # killed, or told to end by another than this server
             step = max((event.get("step", 0) for event in self.files(job).log.read()), default=0)
             if step > job.last_step:
