@@ -32,6 +32,7 @@ from quire.fleet.mig import (
 )
 from quire.fleet.packing import Demand, _placeable, lower_bound, moved, pack
 from quire.fleet.plan_file import read_fleet
+from quire_lab.simulate.devices import find_device
 
 A100 = CARDS["a100-80g"]
 
@@ -251,15 +252,29 @@ def test_the_card_that_is_here_is_read_from_nvml(tmp_path: Path, monkeypatch, ca
         ("2g.35gb", 32, 33280),
     ]
     assert nvml.differences(CARDS["h200"], found) == []
-    fewer = (*found[:3], replace(found[3], starts=(0,)), *found[5:])
+    fewer = (*found[:3], replace(found[3], starts=(0,), num_sms=48), *found[5:])
     assert nvml.differences(CARDS["h200"], fewer) == [
-        "3g.71gb: starts (0, 4), by NVML (0,)", "4g.71gb: not in NVML's table"
+        "3g.71gb: starts (0, 4), by NVML (0,)", "3g.71gb: SMs 60, by NVML 48", "4g.71gb: not in NVML's table"
     ]  # fmt: skip
+    less = (replace(found[0], megabytes=18432), *found[1:])
+    assert nvml.differences(CARDS["h200"], less) == ["1g.18gb: megabytes 16384, by NVML 18432"]
     monkeypatch.setattr(nvml, "read_card", lambda: (title, found))
     assert main(["plan", "--mig", "auto", "--json"]) == 0
     written = capsys.readouterr()
     assert json.loads(written.out)["card"] == "h200"
     assert "its 6 slices are those of the table" in written.err
+
+
+def test_the_table_of_an_h200_is_what_nvml_gave_of_one() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200_gpu_sharing.json").read_text())
+    (row,) = (row for row in rows if row["mode"] == "mig")
+    found = tuple(nvml.CardProfile(**{**s, "starts": tuple(s["starts"])}) for s in row["slices"])
+    assert nvml.differences(nvml.known_card(row["card"], found), found) == []
+    for s in row["slices"]:  # and simulated slices are of that size
+        device = find_device(f"simulated:h200-{s['name']}")
+        whole = find_device("simulated:h200")
+        assert device.rates.flops == pytest.approx(whole.rates.flops * s["num_sms"] / 132)
+        assert device.memory_bytes == min(whole.memory_bytes, s["megabytes"] << 20)
 
 
 def test_a_machine_or_a_card_without_mig_is_said(tmp_path: Path) -> None:

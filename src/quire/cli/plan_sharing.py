@@ -150,7 +150,7 @@ def _cell(point: Any, promise: Any) -> str:
 def _tables(card: Card) -> str:
     header = ["slice", "compute of 7", "memory of 8", "SMs", "memory", "starts at"]
     rows = [
-        [p.name, str(p.compute), str(p.memory), str(round(card.sm_share(p) * card.num_sms)),
+        [p.name, str(p.compute), str(p.memory), str(p.num_sms),
          in_bytes(card.slice_bytes(p)), ", ".join(map(str, p.starts))]
         for p in card.profiles
     ]  # fmt: skip
@@ -181,11 +181,12 @@ def _as_json(card: Card) -> str:
     record = {
         "card": card.name,
         "slices": [
-            {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts}
+            {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts,
+             "num_sms": p.num_sms, "bytes": card.slice_bytes(p)}
             for p in card.profiles
         ],
         "layouts": [[[p.profile.name, p.start] for p in layout] for layout in layouts(card.profiles)],
-    }
+    }  # fmt: skip
     return json.dumps(record, indent=2)
 
 
