@@ -70,7 +70,9 @@ def test_a_layout_that_cannot_be_placed_names_the_nearest() -> None:
         check_layout(A100, Counter({"5g.40gb": 1}))
     assert find_card("A100 80GB") is A100
     assert find_card("NVIDIA H200") is CARDS["h200"]
-    with pytest.raises(ConfigError, match="no GPU with MIG that is known"):
+    with pytest.raises(
+        ConfigError, match=r"'v100' is not among the GPUs with MIG that are known: a100-40g, .*h200$"
+    ):
         find_card("v100")
 
 
@@ -432,7 +434,11 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
     assert main(["plan", "opt-1.3b", "--mig", "a100-80g", "--users", "2", "--json", *short]) == 0
     assert json.loads(capsys.readouterr().out)["slice"] == "1g.10gb"
     assert main(["plan", "llama-70b", "--mig", "a100-80g", "--users", "1", *short]) != 0
-    assert "no slice of a100-80g holds the model" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "no slice of a100-80g holds the model: the weights take 141.1 GB" in refused
+    assert "--quantization int4 fits in 7g.80gb (" in refused  # slices cannot be joined, whole GPUs can
+    assert "2 whole GPUs with --tensor-parallel-size 2 (" in refused
+    assert "2xa100-80g-7g" not in refused
     assert (
         main(["plan", "opt-1.3b", "--mig", "a100-80g", "--users", "1", "--slo-per-token", "1us", *short]) != 0
     )
@@ -475,6 +481,20 @@ def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureF
     gpus = json.loads(capsys.readouterr().out)["gpus"]
     assert Counter(s["model"] for gpu in gpus for s in gpu["slices"]) == {"small": 1, "large": 1, "given": 2}
     assert len(gpus) == 2
+
+
+def test_a_fleet_file_without_a_card_is_told_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models: [{name: a, slice: 1g.10gb}]")
+    with pytest.raises(
+        ConfigError, match=r"the field `card` of the file is missing.*: give one of the GPUs with MIG"
+    ):
+        read_fleet(path)
+
+
+def test_slices_are_not_joined() -> None:
+    with pytest.raises(ConfigError, match=r"slices cannot be joined.*simulated:2xa100-80g$"):
+        find_device("simulated:2xa100-80g-3g.40gb")
 
 
 def test_the_example_fleet_has_54_models() -> None:

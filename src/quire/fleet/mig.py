@@ -4,7 +4,6 @@ A slice has compute slices (of 7) and memory slices (of 8); bandwidth and L2 go 
 are those of NVIDIA's mig-parted and of NVML's placements.
 """
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -98,9 +97,12 @@ def find_card(name: str) -> Card:
     for card in CARDS.values():
         if plain in (key := card.name.replace("-", ""), key + "b"):
             return card
-    near = difflib.get_close_matches(name.lower(), CARDS, n=1)
-    hint = f" (nearest: {near[0]})" if near else ""
-    raise ConfigError(f"{name!r} is no GPU with MIG that is known: choose one of {', '.join(CARDS)}{hint}")
+    known = f"GPUs with MIG that are known: {', '.join(CARDS)}"
+    if name in ("", "None"):  # a file without the field
+        raise ConfigError(
+            f"the field `card` of the file is missing, or --mig has no name: give one of the {known}"
+        )
+    raise ConfigError(f"{name!r} is not among the {known}")
 
 
 @dataclass(frozen=True, slots=True, order=True)

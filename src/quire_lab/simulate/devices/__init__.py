@@ -59,6 +59,7 @@ class SimulatedDevice:
     lora_fit: Mapping[str, Any]  # the same of them; empty: they are assumed
     derived_from: str | None = None
     ranks: int = 1
+    whole: str | None = None  # of a MIG slice: the GPU's name
 
     @property
     def in_words(self) -> str:
@@ -94,8 +95,13 @@ def find_device(setting: str) -> SimulatedDevice:
 
 def _part(whole: SimulatedDevice, name: str, part: str) -> SimulatedDevice:
     """A slice of MIG has its processors, memory and share of bandwidth; a share of processors has all memory."""
-    num_bytes = whole.memory_bytes
-    if part.startswith("sm"):
+    num_bytes, is_slice = whole.memory_bytes, not part.startswith("sm")
+    if is_slice and whole.ranks > 1:
+        raise ConfigError(
+            f"device {name!r}: slices cannot be joined, MIG leaves them no link; simulate whole GPUs, such as "
+            f"simulated:{whole.ranks}x{whole.name}"
+        )
+    if not is_slice:
         processors = int(part[2:]) / 100
         if not 0 < processors <= 1:
             raise ConfigError(f"device {name!r} asks for {part[2:]} % of the processors: choose 1 to 100")
@@ -120,6 +126,7 @@ def _part(whole: SimulatedDevice, name: str, part: str) -> SimulatedDevice:
         memory_bytes=num_bytes,
         rates=rates,
         derived_from=whole.derived_from or whole.name,
+        whole=whole.name if is_slice else None,
     )
 
 
