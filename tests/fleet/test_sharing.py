@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.main import main
+from quire.cli.plan_sharing import demands_of
 from quire.core.errors import ConfigError
 from quire.fleet import manifests, nvml
 from quire.fleet.mig import (
@@ -31,7 +32,8 @@ from quire.fleet.mig import (
     without_double,
 )
 from quire.fleet.packing import Demand, _placeable, lower_bound, moved, pack
-from quire.fleet.plan_file import read_fleet
+from quire.fleet.plan_file import FleetModel, read_fleet
+from quire_lab.measure import slices
 from quire_lab.simulate.devices import find_device
 
 A100 = CARDS["a100-80g"]
@@ -495,6 +497,37 @@ def test_a_fleet_file_without_a_card_is_told_the_field(tmp_path: Path) -> None:
 def test_slices_are_not_joined() -> None:
     with pytest.raises(ConfigError, match=r"slices cannot be joined.*simulated:2xa100-80g$"):
         find_device("simulated:2xa100-80g-3g.40gb")
+
+
+@pytest.mark.parametrize(("users", "given", "most", "replicas"), [
+    (500, 1, 100, 5), (500, 3, 100, 5), (500, 6, 100, 6), (500, 1, 500, 1), (3, 1, 1, 3), (640, 1, 10, 64),
+])  # fmt: skip
+def test_replicas_are_as_few_as_keep_the_promise(monkeypatch, users, given, most, replicas) -> None:
+    tried = []
+
+    def smallest(settings, card, promise, count):
+        tried.append(count)
+        if count > most:
+            raise ConfigError("too many users")
+        return slices.Held("7g.80gb", count, 0.01, 1.0)
+
+    monkeypatch.setattr(slices, "smallest", smallest)
+    model = FleetModel("a", "a", users, {}, {}, slice=None, replicas=given)
+    assert demands_of(model, A100) == [Demand("a", A100.profile("7g.80gb"))] * replicas
+    assert len(tried) <= 13  # two for each doubling up to 64
+
+
+def test_no_replica_is_tried_of_a_model_that_no_slice_holds(monkeypatch) -> None:
+    tried = []
+
+    def smallest(settings, card, promise, count):
+        tried.append(count)
+        raise slices.HeldByNoSlice("it is large")
+
+    monkeypatch.setattr(slices, "smallest", smallest)
+    with pytest.raises(ConfigError, match=r"^a: it is large$"):
+        demands_of(FleetModel("a", "a", 500, {}, {}, slice=None, replicas=1), A100)
+    assert tried == [500]
 
 
 def test_the_example_fleet_has_54_models() -> None:

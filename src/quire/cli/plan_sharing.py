@@ -251,22 +251,29 @@ def _serve(model: FleetModel) -> list[str]:
 
 
 def demands_of(model: FleetModel, card: Card) -> list[Demand]:
-    """The smallest slice that keeps the model's promise; several replicas where no slice serves all users."""
+    """The smallest slice that keeps the model's promise; as few replicas as do where no slice serves all users."""
     if model.slice is not None:
         return [Demand(model.name, card.profile(model.slice))] * model.replicas
     slices = laboratory.load("measure.slices", "`quire plan --fleet`")
     names = {"slo_per_token": "per_token", "slo_request": "per_request"}
     promise = slices.Promise(**{names.get(name, name): value for name, value in model.promise.items()})
     settings = {**model.settings, "model": model.source}
-    replicas = model.replicas
-    while True:
+    failed, replicas = model.replicas - 1, model.replicas
+    most = max(replicas, min(MAX_REPLICAS, model.users))
+    held = None
+    while (
+        held is None or replicas - failed > 1
+    ):  # doubled up to a success, then halved back to the last failure
+        tried = replicas if held is None else (failed + replicas) // 2
         try:
-            held = slices.smallest(settings, card, promise, -(-model.users // replicas))
-            return [Demand(model.name, card.profile(held.profile))] * replicas
+            held = slices.smallest(settings, card, promise, -(-model.users // tried))
+            replicas = tried
         except ConfigError as error:
-            if replicas >= min(MAX_REPLICAS, model.users):
+            if isinstance(error, slices.HeldByNoSlice) or tried == most:
                 raise ConfigError(f"{model.name}: {error}") from error
-            replicas = min(2 * replicas, model.users)
+            failed = tried
+            replicas = min(2 * tried, most) if held is None else replicas
+    return [Demand(model.name, card.profile(held.profile))] * replicas
 
 
 def gpu_record(gpu: PackedGpu) -> dict[str, Any]:
