@@ -22,6 +22,7 @@ from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, 
 
 MAX_REPLICAS = 64
 AUTO = "auto"
+_PARTS = ("users", "figure", "write", "before")  # flags that need others
 
 
 def add_arguments(parser: Parser) -> None:
@@ -58,14 +59,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    return arguments.mig is not None or arguments.fleet is not None
+    return any(getattr(arguments, name) is not None for name in ("mig", "fleet", *_PARTS))
 
 
 def run(arguments: argparse.Namespace) -> int:
+    settings = engine_settings(arguments)
+    _check_flags(arguments, "model" in settings)
     if arguments.fleet is not None:
         return _fleet(arguments)
     card = _card_here() if arguments.mig == AUTO else find_card(arguments.mig)
-    settings = engine_settings(arguments)
     if "model" not in settings:
         print(_as_json(card) if arguments.json else _tables(card))
         return 0
@@ -76,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if arguments.users is not None:
         return _one(arguments, slices, settings, card, promise)
+    if arguments.figure is not None:
+        laboratory.load("report.figure", "--figure").check_matplotlib()
     points = slices.curve(settings, card, promise)
     if arguments.json:
         print(json.dumps([_point(point, promise) for point in points], indent=2))
@@ -84,6 +88,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         laboratory.load("report.slice_curves", "--figure").draw(points, card, promise, arguments.figure)
     return 0
+
+
+def _check_flags(arguments: argparse.Namespace, has_model: bool) -> None:
+    """ConfigError for a flag that would change nothing."""
+    given = [name for name in ("mig", *_PARTS) if getattr(arguments, name) is not None]
+    of_fleet = arguments.fleet is not None
+    for name in given:
+        if of_fleet and name in ("mig", "users", "figure"):
+            raise ConfigError(
+                f"--{name} changes nothing beside --fleet, whose file has GPUs and users: leave it out"
+            )
+        if not of_fleet and name in ("write", "before"):
+            raise ConfigError(f"--{name} is for the plan of a fleet: give --fleet FILE, or leave it out")
+        if not of_fleet and name != "mig" and ("mig" not in given or not has_model):
+            raise ConfigError(
+                f"--{name} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
+            )
+    if {"users", "figure"} <= set(given):
+        raise ConfigError(
+            "--figure draws 1 to 64 users, and --users asks for one number: leave one of them out"
+        )
+    if arguments.figure is not None and arguments.figure.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--figure {arguments.figure}: end its name in .png or .svg")
 
 
 def _card_here() -> Card:
