@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.main import main
+from quire.cli.plan_sharing import demands_of
 from quire.core.errors import ConfigError
 from quire.fleet import manifests, nvml
 from quire.fleet.mig import (
@@ -31,7 +32,9 @@ from quire.fleet.mig import (
     without_double,
 )
 from quire.fleet.packing import Demand, _placeable, lower_bound, moved, pack
-from quire.fleet.plan_file import read_fleet
+from quire.fleet.plan_file import FleetModel, read_fleet
+from quire_lab.measure import slices
+from quire_lab.simulate.devices import find_device
 
 A100 = CARDS["a100-80g"]
 
@@ -69,7 +72,9 @@ def test_a_layout_that_cannot_be_placed_names_the_nearest() -> None:
         check_layout(A100, Counter({"5g.40gb": 1}))
     assert find_card("A100 80GB") is A100
     assert find_card("NVIDIA H200") is CARDS["h200"]
-    with pytest.raises(ConfigError, match="no GPU with MIG that is known"):
+    with pytest.raises(
+        ConfigError, match=r"'v100' is not among the GPUs with MIG that are known: a100-40g, .*h200$"
+    ):
         find_card("v100")
 
 
@@ -326,15 +331,29 @@ def test_the_card_that_is_here_is_read_from_nvml(tmp_path: Path, monkeypatch, ca
         ("2g.35gb", 32, 33280),
     ]
     assert nvml.differences(CARDS["h200"], found) == []
-    fewer = (*found[:3], replace(found[3], starts=(0,)), *found[5:])
+    fewer = (*found[:3], replace(found[3], starts=(0,), num_sms=48), *found[5:])
     assert nvml.differences(CARDS["h200"], fewer) == [
-        "3g.71gb: starts (0, 4), by NVML (0,)", "4g.71gb: not in NVML's table"
+        "3g.71gb: starts (0, 4), by NVML (0,)", "3g.71gb: SMs 60, by NVML 48", "4g.71gb: not in NVML's table"
     ]  # fmt: skip
+    less = (replace(found[0], megabytes=18432), *found[1:])
+    assert nvml.differences(CARDS["h200"], less) == ["1g.18gb: megabytes 16384, by NVML 18432"]
     monkeypatch.setattr(nvml, "read_card", lambda: (title, found))
     assert main(["plan", "--mig", "auto", "--json"]) == 0
     written = capsys.readouterr()
     assert json.loads(written.out)["card"] == "h200"
     assert "its 6 slices are those of the table" in written.err
+
+
+def test_the_table_of_an_h200_is_what_nvml_gave_of_one() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200_gpu_sharing.json").read_text())
+    (row,) = (row for row in rows if row["mode"] == "mig")
+    found = tuple(nvml.CardProfile(**{**s, "starts": tuple(s["starts"])}) for s in row["slices"])
+    assert nvml.differences(nvml.known_card(row["card"], found), found) == []
+    for s in row["slices"]:  # and simulated slices are of that size
+        device = find_device(f"simulated:h200-{s['name']}")
+        whole = find_device("simulated:h200")
+        assert device.rates.flops == pytest.approx(whole.rates.flops * s["num_sms"] / 132)
+        assert device.memory_bytes == min(whole.memory_bytes, s["megabytes"] << 20)
 
 
 def test_a_machine_or_a_card_without_mig_is_said(tmp_path: Path) -> None:
@@ -492,7 +511,11 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
     assert main(["plan", "opt-1.3b", "--mig", "a100-80g", "--users", "2", "--json", *short]) == 0
     assert json.loads(capsys.readouterr().out)["slice"] == "1g.10gb"
     assert main(["plan", "llama-70b", "--mig", "a100-80g", "--users", "1", *short]) != 0
-    assert "no slice of a100-80g holds the model" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "no slice of a100-80g holds the model: the weights take 141.1 GB" in refused
+    assert "--quantization int4 fits in 7g.80gb (" in refused  # slices cannot be joined, whole GPUs can
+    assert "2 whole GPUs with --tensor-parallel-size 2 (" in refused
+    assert "2xa100-80g-7g" not in refused
     assert (
         main(["plan", "opt-1.3b", "--mig", "a100-80g", "--users", "1", "--slo-per-token", "1us", *short]) != 0
     )
@@ -514,6 +537,51 @@ def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureF
     gpus = json.loads(capsys.readouterr().out)["gpus"]
     assert Counter(s["model"] for gpu in gpus for s in gpu["slices"]) == {"small": 1, "large": 1, "given": 2}
     assert len(gpus) == 2
+
+
+def test_a_fleet_file_without_a_card_is_told_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models: [{name: a, slice: 1g.10gb}]")
+    with pytest.raises(
+        ConfigError, match=r"the field `card` of the file is missing.*: give one of the GPUs with MIG"
+    ):
+        read_fleet(path)
+
+
+def test_slices_are_not_joined() -> None:
+    with pytest.raises(ConfigError, match=r"slices cannot be joined.*simulated:2xa100-80g$"):
+        find_device("simulated:2xa100-80g-3g.40gb")
+
+
+@pytest.mark.parametrize(("users", "given", "most", "replicas"), [
+    (500, 1, 100, 5), (500, 3, 100, 5), (500, 6, 100, 6), (500, 1, 500, 1), (3, 1, 1, 3), (640, 1, 10, 64),
+])  # fmt: skip
+def test_replicas_are_as_few_as_keep_the_promise(monkeypatch, users, given, most, replicas) -> None:
+    tried = []
+
+    def smallest(settings, card, promise, count):
+        tried.append(count)
+        if count > most:
+            raise ConfigError("too many users")
+        return slices.Held("7g.80gb", count, 0.01, 1.0)
+
+    monkeypatch.setattr(slices, "smallest", smallest)
+    model = FleetModel("a", "a", users, {}, {}, slice=None, replicas=given)
+    assert demands_of(model, A100) == [Demand("a", A100.profile("7g.80gb"))] * replicas
+    assert len(tried) <= 13  # two for each doubling up to 64
+
+
+def test_no_replica_is_tried_of_a_model_that_no_slice_holds(monkeypatch) -> None:
+    tried = []
+
+    def smallest(settings, card, promise, count):
+        tried.append(count)
+        raise slices.HeldByNoSlice("it is large")
+
+    monkeypatch.setattr(slices, "smallest", smallest)
+    with pytest.raises(ConfigError, match=r"^a: it is large$"):
+        demands_of(FleetModel("a", "a", 500, {}, {}, slice=None, replicas=1), A100)
+    assert tried == [500]
 
 
 def test_the_example_fleet_has_54_models() -> None:

@@ -22,6 +22,7 @@ from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, 
 
 MAX_REPLICAS = 64
 AUTO = "auto"
+_PARTS = ("users", "figure", "write", "before")  # flags that need others
 
 
 def add_arguments(parser: Parser) -> None:
@@ -58,14 +59,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    return arguments.mig is not None or arguments.fleet is not None
+    return any(getattr(arguments, name) is not None for name in ("mig", "fleet", *_PARTS))
 
 
 def run(arguments: argparse.Namespace) -> int:
+    settings = engine_settings(arguments)
+    _check_flags(arguments, "model" in settings)
     if arguments.fleet is not None:
         return _fleet(arguments)
     card = _card_here() if arguments.mig == AUTO else find_card(arguments.mig)
-    settings = engine_settings(arguments)
     if "model" not in settings:
         print(_as_json(card) if arguments.json else _tables(card))
         return 0
@@ -76,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if arguments.users is not None:
         return _one(arguments, slices, settings, card, promise)
+    if arguments.figure is not None:
+        laboratory.load("report.figure", "--figure").check_matplotlib()
     points = slices.curve(settings, card, promise)
     if arguments.json:
         print(json.dumps([_point(point, promise) for point in points], indent=2))
@@ -84,6 +88,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         laboratory.load("report.slice_curves", "--figure").draw(points, card, promise, arguments.figure)
     return 0
+
+
+def _check_flags(arguments: argparse.Namespace, has_model: bool) -> None:
+    """ConfigError for a flag that would change nothing."""
+    given = [name for name in ("mig", *_PARTS) if getattr(arguments, name) is not None]
+    of_fleet = arguments.fleet is not None
+    for name in given:
+        if of_fleet and name in ("mig", "users", "figure"):
+            raise ConfigError(
+                f"--{name} changes nothing beside --fleet, whose file has GPUs and users: leave it out"
+            )
+        if not of_fleet and name in ("write", "before"):
+            raise ConfigError(f"--{name} is for the plan of a fleet: give --fleet FILE, or leave it out")
+        if not of_fleet and name != "mig" and ("mig" not in given or not has_model):
+            raise ConfigError(
+                f"--{name} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
+            )
+    if {"users", "figure"} <= set(given):
+        raise ConfigError(
+            "--figure draws 1 to 64 users, and --users asks for one number: leave one of them out"
+        )
+    if arguments.figure is not None and arguments.figure.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--figure {arguments.figure}: end its name in .png or .svg")
 
 
 def _card_here() -> Card:
@@ -150,7 +177,7 @@ def _cell(point: Any, promise: Any) -> str:
 def _tables(card: Card) -> str:
     header = ["slice", "compute of 7", "memory of 8", "SMs", "memory", "starts at"]
     rows = [
-        [p.name, str(p.compute), str(p.memory), str(round(card.sm_share(p) * card.num_sms)),
+        [p.name, str(p.compute), str(p.memory), str(p.num_sms),
          in_bytes(card.slice_bytes(p)), ", ".join(map(str, p.starts))]
         for p in card.profiles
     ]  # fmt: skip
@@ -181,11 +208,12 @@ def _as_json(card: Card) -> str:
     record = {
         "card": card.name,
         "slices": [
-            {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts}
+            {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts,
+             "num_sms": p.num_sms, "bytes": card.slice_bytes(p)}
             for p in card.profiles
         ],
         "layouts": [[[p.profile.name, p.start] for p in layout] for layout in layouts(card.profiles)],
-    }
+    }  # fmt: skip
     return json.dumps(record, indent=2)
 
 
@@ -241,22 +269,29 @@ def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
 
 
 def demands_of(model: FleetModel, card: Card) -> list[Demand]:
-    """The smallest slice that keeps the model's promise; several replicas where no slice serves all users."""
+    """The smallest slice that keeps the model's promise; as few replicas as do where no slice serves all users."""
     if model.slice is not None:
         return [Demand(model.name, card.profile(model.slice))] * model.replicas
     slices = laboratory.load("measure.slices", "`quire plan --fleet`")
     names = {"slo_per_token": "per_token", "slo_request": "per_request"}
     promise = slices.Promise(**{names.get(name, name): value for name, value in model.promise.items()})
     settings = {**model.settings, "model": model.source}
-    replicas = model.replicas
-    while True:
+    failed, replicas = model.replicas - 1, model.replicas
+    most = max(replicas, min(MAX_REPLICAS, model.users))
+    held = None
+    while (
+        held is None or replicas - failed > 1
+    ):  # doubled up to a success, then halved back to the last failure
+        tried = replicas if held is None else (failed + replicas) // 2
         try:
-            held = slices.smallest(settings, card, promise, -(-model.users // replicas))
-            return [Demand(model.name, card.profile(held.profile))] * replicas
+            held = slices.smallest(settings, card, promise, -(-model.users // tried))
+            replicas = tried
         except ConfigError as error:
-            if replicas >= min(MAX_REPLICAS, model.users):
+            if isinstance(error, slices.HeldByNoSlice) or tried == most:
                 raise ConfigError(f"{model.name}: {error}") from error
-            replicas = min(2 * replicas, model.users)
+            failed = tried
+            replicas = min(2 * tried, most) if held is None else replicas
+    return [Demand(model.name, card.profile(held.profile))] * replicas
 
 
 def gpu_record(gpu: PackedGpu) -> dict[str, Any]:

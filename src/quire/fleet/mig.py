@@ -4,7 +4,6 @@ A slice has compute slices (of 7) and memory slices (of 8); bandwidth and L2 go 
 are those of NVIDIA's mig-parted and of NVML's placements.
 """
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +24,8 @@ class Profile:
     compute: int
     memory: int  # slices
     starts: tuple[int, ...]  # memory slices at which it may begin
+    num_sms: int
+    megabytes: int | None = None  # of 2**20, by NVML; None: its share of the GPU's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,6 @@ class Card:
     name: str
     device: str
     num_sms: int
-    slice_sms: int  # of one compute slice
     memory_bytes: int
     profiles: tuple[Profile, ...]
 
@@ -45,15 +45,17 @@ class Card:
         raise ConfigError(f"{self.name} has no slice {name!r}: choose one of {', '.join(found)}")
 
     def sm_share(self, profile: Profile) -> float:
-        """Of the whole GPU's processors. A slice of 7 has all that MIG leaves."""
-        return min(1.0, profile.compute * self.slice_sms / self.num_sms)
+        """Of the whole GPU's processors."""
+        return profile.num_sms / self.num_sms
 
     def slice_bytes(self, profile: Profile) -> int:
+        if profile.megabytes is not None:
+            return profile.megabytes << 20
         return self.memory_bytes * profile.memory // MEMORY_SLICES
 
 
-def _profiles(sizes: str) -> tuple[Profile, ...]:
-    """`sizes`: GB of 1g, 1g with double memory, 2g, 3g, 4g and 7g."""
+def _profiles(sizes: str, sms: str, megabytes: str = "") -> tuple[Profile, ...]:
+    """GB in their names, SMs, and NVML's megabytes, of 1g, 1g with double memory, 2g, 3g, 4g and 7g."""
     kinds = (
         (1, 1, range(7)),
         (1, 2, (0, 2, 4, 6)),
@@ -62,21 +64,31 @@ def _profiles(sizes: str) -> tuple[Profile, ...]:
         (4, 4, (0,)),
         (7, 8, (0,)),
     )
+    measured: list[int | None] = [int(size) for size in megabytes.split()] or [None] * len(kinds)
     return tuple(
-        Profile(f"{compute}g.{size}gb", compute, memory, tuple(starts))
-        for (compute, memory, starts), size in zip(kinds, sizes.split(), strict=True)
+        Profile(f"{compute}g.{size}gb", compute, memory, tuple(starts), int(count), mib)
+        for (compute, memory, starts), size, count, mib in zip(
+            kinds, sizes.split(), sms.split(), measured, strict=True
+        )
     )
 
 
+# SMs are no multiple of those of 1g: on Hopper, 1g with double memory and 3g have more. Sources:
+# A100: NVIDIA's MIG User Guide, List GPU Instance Profiles; 98 of 108 SMs in all.
+# H100 SXM5: `nvidia-smi mig -lgip` in docs/mig.md of stackhpc/ansible-slurm-appliance.
+# H200: NVML, mode `mig` of benchmarks/results/h200_gpu_sharing.json.
+# Megabytes differ by a few hundred with the driver, so that only measured ones are here.
+_A100_SMS, _H100_SMS = "14 14 28 42 56 98", "16 26 32 60 64 132"
+_H200_MEGABYTES = "16384 33280 33280 71424 71424 143360"
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40g", "a100-40g", 108, 14, 40 * GB, _profiles("5 10 10 20 20 40")),
-        Card("a100-80g", "a100-80g", 108, 14, 80 * GB, _profiles("10 20 20 40 40 80")),
-        Card("h100", "h100", 132, 16, 80 * GB, _profiles("10 20 20 40 40 80")),
-        Card("h200", "h200", 132, 16, 141 * GB, _profiles("18 35 35 71 71 141")),
+        Card("a100-40g", "a100-40g", 108, 40 * GB, _profiles("5 10 10 20 20 40", _A100_SMS)),
+        Card("a100-80g", "a100-80g", 108, 80 * GB, _profiles("10 20 20 40 40 80", _A100_SMS)),
+        Card("h100", "h100", 132, 80 * GB, _profiles("10 20 20 40 40 80", _H100_SMS)),
+        Card("h200", "h200", 132, 141 * GB, _profiles("18 35 35 71 71 141", _H100_SMS, _H200_MEGABYTES)),
     )
-}  # fmt: skip
+}
 
 
 def find_card(name: str) -> Card:
@@ -85,9 +97,12 @@ def find_card(name: str) -> Card:
     for card in CARDS.values():
         if plain in (key := card.name.replace("-", ""), key + "b"):
             return card
-    near = difflib.get_close_matches(name.lower(), CARDS, n=1)
-    hint = f" (nearest: {near[0]})" if near else ""
-    raise ConfigError(f"{name!r} is no GPU with MIG that is known: choose one of {', '.join(CARDS)}{hint}")
+    known = f"GPUs with MIG that are known: {', '.join(CARDS)}"
+    if name in ("", "None"):  # a file without the field
+        raise ConfigError(
+            f"the field `card` of the file is missing, or --mig has no name: give one of the {known}"
+        )
+    raise ConfigError(f"{name!r} is not among the {known}")
 
 
 @dataclass(frozen=True, slots=True, order=True)

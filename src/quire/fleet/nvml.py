@@ -91,14 +91,15 @@ def known_card(title: str, table: tuple[CardProfile, ...]) -> Card:
 
 
 def differences(card: Card, table: tuple[CardProfile, ...]) -> list[str]:
-    """One line for each thing in which NVML's table is not ours."""
+    """One line for each thing in which NVML's table is not ours. Megabytes count where they were measured."""
     theirs, lines = {profile.name: profile for profile in table}, []
     for mine in card.profiles:
         other = theirs.pop(mine.name, None)
         if other is None:
             lines.append(f"{mine.name}: not in NVML's table")
             continue
-        for what in ("compute", "memory", "starts"):
-            if getattr(mine, what) != getattr(other, what):
-                lines.append(f"{mine.name}: {what} {getattr(mine, what)}, by NVML {getattr(other, what)}")
+        for what in ("compute", "memory", "starts", "num_sms", "megabytes"):
+            ours, by_nvml = getattr(mine, what), getattr(other, what)
+            if ours not in (None, by_nvml):
+                lines.append(f"{mine.name}: {what.replace('num_sms', 'SMs')} {ours}, by NVML {by_nvml}")
     return lines + [f"{name}: in NVML's table only" for name in theirs]

@@ -1,6 +1,6 @@
 """Which slice of a GPU holds a promise: users that ask again as soon as they are answered, on simulated slices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +15,11 @@ from quire_lab.simulate.clock import VirtualClock
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
 ROUNDS = 3  # requests of each user
+RANKS = (2, 4, 8)  # whole GPUs that are tried for a model that no slice holds
+
+
+class HeldByNoSlice(ConfigError):
+    """The model is larger than every slice: fewer users change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +48,21 @@ class Held:
 
 def latency(settings: Mapping[str, Any], card: Card, profile: Profile, users: int, promise: Promise) -> Held:
     """Every user sends a prompt, waits for the whole answer, and sends the next one."""
-    return _latency(tuple(sorted(settings.items())), card, profile, users, promise)
+    return _on(f"{card.device}-{profile.name}", profile.name, settings, users, promise)
+
+
+def _on(device: str, name: str, settings: Mapping[str, Any], users: int, promise: Promise) -> Held:
+    return _latency(tuple(sorted(settings.items())), f"simulated:{device}", name, users, promise)
 
 
 @cache  # a fleet has models that differ in name only
 def _latency(
-    settings: tuple[tuple[str, Any], ...], card: Card, profile: Profile, users: int, promise: Promise
+    settings: tuple[tuple[str, Any], ...], device: str, name: str, users: int, promise: Promise
 ) -> Held:
-    device = f"simulated:{card.device}-{profile.name}"
     try:
         built = build_simulated({**dict(settings), "device": device, "enable_prefix_caching": False})
     except ConfigError as error:
-        return Held(profile.name, users, float("inf"), float("inf"), str(error))
+        return Held(name, users, float("inf"), float("inf"), str(error))
     engine, clock = built.engine, built.engine.clock
     assert isinstance(clock, VirtualClock)
     sampling = plain(promise.output_tokens)
@@ -64,26 +72,26 @@ def _latency(
     asked = dict.fromkeys(range(users), 0)
 
     def ask(user: int) -> None:
-        name = f"{user}-{asked[user]}"
+        request = f"{user}-{asked[user]}"
         asked[user] += 1
-        sent[name] = clock()
-        engine.add(Request(name, [TOKEN] * promise.prompt_tokens, sampling))
+        sent[request] = clock()
+        engine.add(Request(request, [TOKEN] * promise.prompt_tokens, sampling))
 
     for user in range(users):
         ask(user)
     while engine.has_work:
         for update in engine.step():
-            name, now = update.request_id, clock()
+            request, now = update.request_id, clock()
             if update.token_ids:
-                first.setdefault(name, now)
+                first.setdefault(request, now)
             if update.finish_reason is None:
                 continue
-            per_request.append(now - sent[name])
-            per_token.append((now - first[name]) / max(1, promise.output_tokens - 1))
-            user = int(name.split("-")[0])
+            per_request.append(now - sent[request])
+            per_token.append((now - first[request]) / max(1, promise.output_tokens - 1))
+            user = int(request.split("-")[0])
             if asked[user] < ROUNDS:
                 ask(user)
-    return Held(profile.name, users, percentile(sorted(per_token), 95), percentile(sorted(per_request), 95))
+    return Held(name, users, percentile(sorted(per_token), 95), percentile(sorted(per_request), 95))
 
 
 def curve(
@@ -119,9 +127,38 @@ def smallest(settings: Mapping[str, Any], card: Card, promise: Promise, users: i
         tried.append(held)
     last = tried[-1]
     if last.why:
-        raise ConfigError(f"no slice of {card.name} holds the model: {last.why}")
+        why = last.why
+        if instead := ", or ".join(_instead(settings, card, promise, users)):
+            why = f"{why.partition(': simulate')[0]}; slices cannot be joined: for {users} users, {instead}"
+        raise HeldByNoSlice(f"no slice of {card.name} holds the model: {why}")
     raise ConfigError(
         f"no slice of {card.name} keeps {1e3 * promise.per_token:g} ms per token and {promise.per_request:g} s per "
         f"request for {users} users: the whole GPU takes {1e3 * last.per_token:.1f} ms and {last.per_request:.1f} s; "
         "promise that, use several replicas, or fewer bits (--quantization int4)"
     )
+
+
+def _instead(settings: Mapping[str, Any], card: Card, promise: Promise, users: int) -> Iterator[str]:
+    """What holds a model that no slice does, with its simulated times: int4, and whole GPUs that divide it."""
+
+    def first(tries: Iterator[Held]) -> Held | None:
+        """The first that keeps the promise; where none does, the largest that holds the model."""
+        best = None
+        for held in tries:
+            if not held.why:
+                best = held
+                if held.keeps(promise):
+                    break
+        return best
+
+    def times(held: Held) -> str:
+        broken = "" if held.keeps(promise) else ", not as promised"
+        return f"{1e3 * held.per_token:.1f} ms per token, {held.per_request:.2f} s per request{broken}"
+
+    fewer = {**settings, "quantization": "int4"}
+    if settings.get("quantization") != "int4":
+        if held := first(latency(fewer, card, profile, users, promise) for profile in card.profiles):
+            yield f"--quantization int4 fits in {held.profile} ({times(held)})"
+    on_ranks = (_on(f"{ranks}x{card.device}", f"{ranks}", settings, users, promise) for ranks in RANKS)
+    if held := first(on_ranks):
+        yield f"{held.profile} whole GPUs with --tensor-parallel-size {held.profile} ({times(held)})"

@@ -108,12 +108,12 @@ def check_matplotlib() -> None:
         raise ConfigError("the laboratory draws with matplotlib: pip install 'quire[bench]'") from None
 
 
-def write_picture(picture: Picture, folder: Path) -> Path:
-    """As a PNG named after it."""
+def write_picture(picture: Picture, folder: Path, ending: str = ".png") -> Path:
+    """As a file named after it; its ending says the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = folder / f"{picture.name}.png"
+    path = folder / f"{picture.name}{ending}"
     with _styled():
         figure = Figure(figsize=(picture.width, picture.height), layout="constrained")
         FigureCanvasAgg(figure)  # files only: no display is needed
@@ -124,7 +124,7 @@ def write_picture(picture: Picture, folder: Path) -> Path:
         try:
             figure.savefig(path, dpi=DPI)
         except OSError as error:
-            raise ConfigError(f"--output-dir {folder}: {path.name} cannot be written ({error})") from error
+            raise ConfigError(f"{path}: the picture cannot be written ({error})") from error
     return path
 
 

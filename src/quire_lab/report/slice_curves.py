@@ -10,7 +10,7 @@ from quire_lab.report.figure import GREY, Picture, line_style, write_picture
 
 
 def draw(points: Sequence[Held], card: Card, promise: Promise, path: Path) -> Path:
-    return write_picture(picture_of(points, card, promise, path.stem), path.parent)
+    return write_picture(picture_of(points, card, promise, path.stem), path.parent, path.suffix)
 
 
 def picture_of(points: Sequence[Held], card: Card, promise: Promise, name: str) -> Picture:

@@ -243,10 +243,13 @@ def _free_bytes(config: EngineConfig, device: SimulatedDevice, weights: WeightSh
     usable = int(device.memory_bytes * config.memory.gpu_memory_utilization)
     free = min(usable, device.memory_bytes - GPU_MARGIN) - held - activations
     if free <= 0:
+        if device.whole is None:
+            more = f"simulate more of them, such as simulated:{2 * device.ranks}x{device.name}"
+        else:
+            more = f"simulate a larger slice, fewer bits, or whole GPUs, such as simulated:2x{device.whole}"
         raise ConfigError(
             f"the weights take {held / 1e9:.1f} GB and {device.title} has {usable / 1e9:.1f} GB at "
-            f"gpu_memory_utilization={config.memory.gpu_memory_utilization}: simulate more of them, such as "
-            f"simulated:{2 * device.ranks}x{device.name}"
+            f"gpu_memory_utilization={config.memory.gpu_memory_utilization}: {more}"
         )
     return free
 

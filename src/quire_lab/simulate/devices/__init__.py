@@ -59,6 +59,7 @@ class SimulatedDevice:
     lora_fit: Mapping[str, Any]  # the same of them; empty: they are assumed
     derived_from: str | None = None
     ranks: int = 1
+    whole: str | None = None  # of a MIG slice: the GPU's name
 
     @property
     def in_words(self) -> str:
@@ -93,9 +94,15 @@ def find_device(setting: str) -> SimulatedDevice:
 
 
 def _part(whole: SimulatedDevice, name: str, part: str) -> SimulatedDevice:
-    """A slice of MIG has its share of processors, memory and bandwidth; a share of processors has all memory."""
-    if part.startswith("sm"):
-        memory, processors = 1.0, int(part[2:]) / 100
+    """A slice of MIG has its processors, memory and share of bandwidth; a share of processors has all memory."""
+    num_bytes, is_slice = whole.memory_bytes, not part.startswith("sm")
+    if is_slice and whole.ranks > 1:
+        raise ConfigError(
+            f"device {name!r}: slices cannot be joined, MIG leaves them no link; simulate whole GPUs, such as "
+            f"simulated:{whole.ranks}x{whole.name}"
+        )
+    if not is_slice:
+        processors = int(part[2:]) / 100
         if not 0 < processors <= 1:
             raise ConfigError(f"device {name!r} asks for {part[2:]} % of the processors: choose 1 to 100")
         rates = SHARE_CURVE.rates(whole.rates, processors)
@@ -103,6 +110,10 @@ def _part(whole: SimulatedDevice, name: str, part: str) -> SimulatedDevice:
         card = find_card(whole.name)
         profile = card.profile(part)
         processors, memory = card.sm_share(profile), profile.memory / MEMORY_SLICES
+        if profile.megabytes is None:
+            num_bytes = int(num_bytes * memory)
+        else:  # CUDA gives less of the whole GPU than NVML of its largest slice
+            num_bytes = min(num_bytes, card.slice_bytes(profile))
         rates = replace(
             whole.rates,
             flops=whole.rates.flops * processors,  # other slices draw power, too
@@ -112,9 +123,10 @@ def _part(whole: SimulatedDevice, name: str, part: str) -> SimulatedDevice:
         whole,
         name=name,
         title=f"{whole.title}, {part}",
-        memory_bytes=int(whole.memory_bytes * memory),
+        memory_bytes=num_bytes,
         rates=rates,
         derived_from=whole.derived_from or whole.name,
+        whole=whole.name if is_slice else None,
     )
 
 

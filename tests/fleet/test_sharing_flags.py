@@ -1,0 +1,47 @@
+"""Flags of `quire plan --mig` and `--fleet` that do not go together are refused, in one line that names them."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+from quire_lab.measure import slices
+
+MIG = ("--mig", "a100-80g")
+FLEET = ("--fleet", "fleet.yaml")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("llama-7b", *MIG, "--users", "2", "--figure", "x.png"), "--figure draws 1 to 64 users, and --users asks for one"),
+    (("llama-7b", *MIG, "--figure", "x.bad"), "--figure x.bad: end its name in .png or .svg"),
+    (("llama-7b", *MIG, "--figure", "x"), "--figure x: end its name in .png or .svg"),
+    (("llama-7b", *MIG, "--write", "folder"), "--write is for the plan of a fleet: give --fleet FILE"),
+    (("llama-7b", *MIG, "--before", "mig-parted.yaml"), "--before is for the plan of a fleet: give --fleet FILE"),
+    (("llama-7b", "--write", "folder"), "--write is for the plan of a fleet"),
+    (("llama-7b", "--users", "2"), "--users is for a model on slices: give both"),
+    (("llama-7b", "--figure", "x.png"), "--figure is for a model on slices"),
+    ((*MIG, "--users", "2"), "--users is for a model on slices"),
+    ((*MIG, *FLEET), "--mig changes nothing beside --fleet"),
+    ((*FLEET, "--users", "2"), "--users changes nothing beside --fleet"),
+    ((*FLEET, "--figure", "x.png"), "--figure changes nothing beside --fleet"),
+])  # fmt: skip
+def test_a_flag_that_would_be_ignored_is_refused(words, said, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fleet.yaml").write_text("card: h100\nmodels: [{name: a, slice: 1g.10gb}]")
+    assert main(["plan", *words]) == 2
+    refused = capsys.readouterr().err
+    assert said in refused
+    assert refused.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["fleet.yaml"]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("x.png", b"\x89PNG"), ("y.SVG", b"<?xml")])
+def test_a_figure_has_the_format_of_its_name(name, begins, tmp_path: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    points = [slices.Held("1g.10gb", users, 0.01 * users, 1.0 * users) for users in (1, 2)]
+    monkeypatch.setattr(slices, "curve", lambda settings, card, promise: points)
+    assert main(["plan", "opt-1.3b", *MIG, "--figure", str(tmp_path / name)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes().startswith(begins)
+    assert main(["plan", "opt-1.3b", *MIG, "--figure", str(tmp_path / "none" / name)]) == 2
+    assert f"none/{name}: the picture cannot be written" in capsys.readouterr().err
