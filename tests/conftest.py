@@ -1,9 +1,12 @@
 """What all tests share: markers and their order, thread limits, the shared folder, an empty cache."""
 
+import gc
 import logging
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+COLLECT_BYTES = 3 << 29  # resident in a process of tests: from here on garbage is collected after each test
 
 # Before anything loads torch: many threads on tiny tensors only get in each other's way. And no network.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
@@ -74,6 +78,16 @@ def _same_random_numbers() -> None:
         torch.manual_seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_closed_engines() -> Iterator[None]:
+    """Closed engines with draft models or tiers are in cycles, and collections are rare in a large process."""
+    yield
+    with suppress(OSError, ValueError):
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if resident > COLLECT_BYTES:
+            gc.collect()
 
 
 @pytest.fixture(scope="session")

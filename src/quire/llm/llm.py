@@ -323,7 +323,7 @@ class LLM:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Frees the model and the pool. Calling it twice is fine."""
+        """Ends its threads, processes and files; model and pool are freed with the object. Calling it twice is fine."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
