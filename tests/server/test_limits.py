@@ -78,6 +78,8 @@ def test_a_value_over_its_limit_is_a_quick_400_that_names_both(
         ("/v1/embeddings", {"input": ["a"] * 3000}, "input"),
         ("/v1/embeddings", {"input": "word " * 1_000_000}, "input"),
         ("/v1/vector_stores", {"file_ids": [1] * 500_000}, "file_ids[0]"),
+        ("/v1/vector_stores/a/files/b", {"attributes": {"a": "x" * 600}}, "attributes.a"),
+        ("/v1/vector_stores/a/files/b", {"attributes": {"a": "\ud800"}}, "attributes.a"),
         ("/v1/vector_stores/a/file_batches", {"files": [{}] * 150_000}, "files[0].file_id"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -20,7 +20,10 @@ MAX_REQUESTS = 50_000  # of one batch
 MAX_BATCH_BYTES = 200 << 20
 
 FileName = Annotated[str, Field(min_length=1, max_length=1024)]
-Attributes = Annotated[dict[str, str | float | bool], at_most(16)]
+Attributes = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)] | float | bool],
+    at_most(16),
+]
 
 
 class FileExpiry(RequestBody):
