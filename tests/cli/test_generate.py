@@ -14,6 +14,7 @@ import time
 import pytest
 
 from quire.cli.terminal import interruptible
+from tests.models.llama2 import write_llama2
 
 SMALL = ("--num-blocks", "64", "--quiet")
 GREEDY = ("--temperature", "0", *SMALL)
@@ -242,3 +243,27 @@ def test_a_background_job_that_ignores_interrupts_goes_on_ignoring_them(ignored)
         assert (signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == ignored
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from quire.cli.main import main
+
+code = main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_line_of_100_mb_is_refused_for_little_time_and_memory(tmp_path):
+    model, prompts = write_llama2(tmp_path / "tiny"), tmp_path / "prompts.jsonl"
+    prompts.write_text(f'"{"a " * 50_000_000}"\n')
+    words = ("generate", str(model), "--prompt-file", str(prompts), *SMALL)
+    begun = time.monotonic()
+    ran = subprocess.run([sys.executable, "-c", PEAK, *words], capture_output=True, text=True, timeout=120)
+    assert time.monotonic() - begun < 20  # 2 s on an idle machine
+    assert ran.returncode == 2, ran.stderr
+    assert "at least 512 tokens and the context is 256" in ran.stderr
+    assert int(ran.stdout) * 1024 < 1_500_000_000  # it takes 570 MB

@@ -197,14 +197,14 @@ SCRIPT = """
 import gc, json, re, sys
 from pathlib import Path
 from quire import LLM, SamplingParams
-from quire.kernels import huge_pages
+from quire.observe.heap import release_freed
 
 def memory(name):  # of this program alone; getrusage knows the parent's too
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 def generate(model, **options):
     gc.collect()
-    huge_pages.release_freed()
+    release_freed()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     before = memory("VmRSS")
     with LLM(model, load_format="dummy", num_blocks=16, max_model_len=64, use_tqdm=False, **options) as llm:

@@ -8,7 +8,9 @@ that restarted.
 import argparse
 import json
 import random
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -19,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.running import ADMIN_KEY, RunningServer
+from tests.server.running import ADMIN_KEY, MODEL, RunningServer
 
 REFUSAL_SECONDS = 2.0
 GROWN_MB = 500.0
@@ -40,7 +42,19 @@ VALID: dict[str, Any] = {
     "documents": ["Hi"],
     "lora_name": "a",
     "lora_path": "a",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "bytes": 10,
+    "filename": "a.txt",
+    "mime_type": "text/plain",
+    "purpose": "assistants",
+    "part_ids": ["none"],
+    "requests": [{"custom_id": "a", "params": {"model": MODEL, "max_tokens": 2, "messages": HI}}],
 }
+MISSING = ("none", "a%2Fb", "x" * 300)  # ids of nothing
+PART = re.compile(r"\{(\w+)\}")
+Ids = dict[str, list[str]]  # that exist, by the path that lists them
+UPLOAD = ("bytes", "filename", "mime_type", "purpose")
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 SPECIAL: dict[str, list[Any]] = {
     "n": [2, 16, 17, 1024, 10**9],
@@ -90,6 +104,13 @@ SPECIAL: dict[str, list[Any]] = {
     "model": ["m" * 10**6, "none"],
     "seed": [1, 2**64],
     "truncate_prompt_tokens": [-1, 1, 5],
+    "file_ids": [["none"], [1] * 100_000, ["a"] * 3000],
+    "files": [[{"file_id": "none"}], [{}] * 50_000],
+    "part_ids": [["a"] * 20_000, [1] * 100_000],
+    "requests": [[{}] * 50_000, [{"custom_id": "a", "params": {"max_tokens": -1}}]],
+    "filters": [{"type": "eq", "key": "a", "value": "b"}, {"type": "and", "filters": [{}] * 20_000}],
+    "purpose": ["batch", "none"],
+    "expires_after": [{"anchor": "last_active_at", "days": 1}, {"anchor": "created_at", "seconds": 3600}],
 }
 
 
@@ -122,8 +143,10 @@ class Summary:
 class Fuzzer:
     """Makes requests from a seed: request number i is the same in every run."""
 
-    def __init__(self, document: dict[str, Any], seed: int) -> None:
-        self._seed = seed
+    def __init__(self, document: dict[str, Any], seed: int, ids: Ids | None = None) -> None:
+        self._seed, self._ids = seed, ids or {}
+        files, batches = (self._ids.get(path, ["none"]) for path in ("/v1/files", "/v1/batches/input"))
+        self._valid = VALID | {"file_id": files[0], "file_ids": files[:1], "input_file_id": batches[0]}
         schemas = document.get("components", {}).get("schemas", {})
         self.operations: list[tuple[str, str, list[str]]] = []
         for path, methods in document["paths"].items():
@@ -139,19 +162,25 @@ class Fuzzer:
                     (method.upper(), path, list(schemas.get(name, {}).get("properties", {})))
                 )
 
-    def request(self, number: int) -> tuple[str, str, dict[str, str], bytes]:
-        """Method, path, headers and body."""
+    def request(self, number: int) -> tuple[str, str, str, dict[str, str], bytes]:
+        """Method, path, the path in the document, headers and body."""
         draw = random.Random(f"{self._seed}-{number}")
         with_body = [one for one in self.operations if one[2]]
         method, path, fields = draw.choice(with_body if draw.random() < 0.9 else self.operations)
-        for part in ("{response_id}", "{model_id}", "{completion_id}", "{conversation_id}", "{item_id}"):
-            path = path.replace(part, draw.choice(["none", "a%2Fb", "x" * 300]))
+        template = path
+        path = PART.sub(lambda found: self._id(draw, method, template[: found.start() - 1]), template)
         headers = {"Content-Type": "application/json", "X-Request-Id": f"fuzz-{number}"}
         if draw.random() < 0.05:
             headers["X-Junk"] = "x" * draw.choice([10, 5000, 70_000])
         if path.startswith(("/reset", "/check", "/v1/load", "/v1/unload")) and draw.random() < 0.5:
             headers["Authorization"] = f"Bearer {ADMIN_KEY}"
-        return method, path, headers, self._body(draw, fields) if fields else b""
+        return method, path, template, headers, self._body(draw, fields) if fields else b""
+
+    def _id(self, draw: random.Random, method: str, parent: str) -> str:
+        """Half of them exist. The first of each kind is never deleted."""
+        known = self._ids.get(parent, [])[method == "DELETE" :]
+        missing, position = draw.choice(MISSING), draw.random()
+        return known[int((2 * position - 1) * len(known))] if known and position >= 0.5 else missing
 
     def _body(self, draw: random.Random, fields: list[str]) -> bytes:
         if draw.random() < 0.02:
@@ -165,7 +194,7 @@ class Fuzzer:
                     b'{"messages":[' + b"{}," * 2_000_000,
                 ]
             )
-        body = {name: VALID[name] for name in VALID if name in fields}
+        body = {name: value for name, value in self._valid.items() if name in fields}
         if {"prompt", "messages"} <= body.keys():  # one of them
             del body[draw.choice(["prompt", "messages"])]
         for name in draw.sample(fields, k=min(len(fields), draw.choice([0, 1, 1, 1, 2, 3]))):
@@ -237,8 +266,8 @@ def fuzz(
     server: RunningServer, num_requests: int, seed: int = 0, num_clients: int = 6, seconds: float = 1e9
 ) -> Summary:
     """Sends requests 0 … num_requests - 1 of the seed, or as many as fit into `seconds`."""
-    fuzzer = Fuzzer(server.get("/openapi.json").json(), seed)
     _start_helpers(server)
+    fuzzer = Fuzzer(server.get("/openapi.json").json(), seed, _make_objects(server))
     memory = Memory(server)
     memory.start()
     summary, lock, numbers = Summary(seed=seed), threading.Lock(), iter(range(num_requests))
@@ -253,7 +282,7 @@ def fuzz(
                     number = next(numbers, None)
                 if number is None:
                     return
-                method, path, headers, body = fuzzer.request(number)
+                method, path, template, headers, body = fuzzer.request(number)
                 shown = f"{number}: {method} {path[:60]} {body[:200]!r}"
                 took = float("inf")
                 try:
@@ -269,7 +298,7 @@ def fuzz(
                     continue
                 with lock:
                     statuses[str(answer.status_code)] += 1
-                    endpoints[f"{method} {path[:60]}"] += 1
+                    endpoints[f"{method} {template}"] += 1
                     if answer.status_code >= 500:
                         summary.faults.append(f"{shown}: {answer.status_code} {answer.text[:300]}")
                     elif answer.status_code >= 400 and took > summary.slowest_refusal:
@@ -298,19 +327,68 @@ def _start_helpers(server: RunningServer) -> None:
         list(pool.map(lambda body: server.post("/v1/completions", json=body), regexes))
 
 
+def _make_objects(server: RunningServer) -> Ids:
+    """Objects that random requests alone would hardly ever name. Without a data folder only those in memory."""
+
+    def made(path: str, count: int = 4, **options: Any) -> list[str]:
+        answers = [server.post(path, **options) for _ in range(count)]
+        return [answer.json()["id"] for answer in answers if answer.status_code == 200]
+
+    def uploaded(purpose: str, text: bytes, count: int = 4) -> list[str]:
+        return made("/v1/files", count, data={"purpose": purpose}, files={"file": ("a.jsonl", text)})
+
+    chat = {"messages": HI, "max_tokens": 2, "store": True}
+    conversations = made("/v1/conversations", json={"items": HI})
+    items = [server.get(f"/v1/conversations/{one}/items").json()["data"][0]["id"] for one in conversations]
+    ids = {
+        "/v1/models": [MODEL],
+        "/v1/chat/completions": made("/v1/chat/completions", json=chat),
+        "/v1/responses": made("/v1/responses", json={"input": "Hi", "max_output_tokens": 16}),
+        "/v1/conversations": conversations,
+        "/v1/conversations/{conversation_id}/items": items,
+    }
+    if not (files := uploaded("assistants", b'{"text": "A house by the sea."}\n')):
+        return ids
+    asked = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 2}}
+    batch = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    inputs = uploaded("batch", json.dumps({**asked, "method": "POST"}).encode(), 1)
+    stores = made("/v1/vector_stores", json={"file_ids": files})
+    # training fails at its file: how it uses memory is measured elsewhere
+    job = {"model": MODEL, "training_file": uploaded("fine-tune", b"{\n", 1)[0]}
+    jobs = made("/v1/fine_tuning/jobs", 2, json=job)
+    for one in jobs:
+        while server.get(f"/v1/fine_tuning/jobs/{one}").json()["status"] != "failed":
+            time.sleep(0.1)
+    return ids | {
+        "/v1/files": files,
+        "/v1/uploads": made("/v1/uploads", json={name: VALID[name] for name in UPLOAD}),
+        "/v1/vector_stores": stores,
+        "/v1/vector_stores/{store_id}/files": files,
+        "/v1/vector_stores/{store_id}/file_batches": made(
+            f"/v1/vector_stores/{stores[0]}/file_batches", json={"file_ids": files}
+        ),
+        "/v1/batches": made("/v1/batches", json={**batch, "input_file_id": inputs[0]}),
+        "/v1/batches/input": inputs,
+        "/v1/messages/batches": made("/v1/messages/batches", json={"requests": VALID["requests"]}),
+        "/v1/fine_tuning/jobs": jobs,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="write the summary to this file, too")
     arguments = parser.parse_args()
-    # a prompt that fills a long context takes a busy machine minutes, and is served all the same
-    server = RunningServer("--max-model-len", "2048").wait_ready()
-    try:
-        summary = fuzz(server, arguments.requests, arguments.seed)
-        server.wait_idle()
-    finally:
-        server.close()
+    with tempfile.TemporaryDirectory() as folder:
+        # a prompt that fills a long context takes a busy machine minutes, and is served all the same
+        flags = ("--max-model-len", "2048", "--enable-lora", "--data-dir", folder)
+        server = RunningServer(*flags).wait_ready()
+        try:
+            summary = fuzz(server, arguments.requests, arguments.seed)
+            server.wait_idle()
+        finally:
+            server.close()
     shown = json.dumps({**asdict(summary), "problems": summary.problems()}, indent=1)
     print(shown)
     if arguments.output:

@@ -6,13 +6,19 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
 
+from quire.core.config import EngineConfig
+from quire.server.app import ROUTERS
 from quire.server.connection import TextLengths
+from quire.server.service import Service
+from quire.server.settings import ServerSettings
 from tests.server.fuzz import REFUSAL_SECONDS, fuzz
 from tests.server.running import RunningServer
 
@@ -49,7 +55,7 @@ def test_a_value_over_its_limit_is_a_quick_400_that_names_both(
     server: RunningServer, fields: dict[str, Any], param: str, limit: str
 ) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 2, **fields}).encode()
-    error = _quick_refusal(server, "/v1/completions", body)
+    error = _quick_refusal(server, "/v1/completions", body)["error"]
     assert error["param"].startswith(param)
     assert limit in error["message"]
     assert len(error["message"]) < 2100
@@ -71,6 +77,10 @@ def test_a_value_over_its_limit_is_a_quick_400_that_names_both(
         ("/detokenize", {"tokens": [1] * 200_000}, "tokens"),
         ("/v1/embeddings", {"input": ["a"] * 3000}, "input"),
         ("/v1/embeddings", {"input": "word " * 1_000_000}, "input"),
+        ("/v1/vector_stores", {"file_ids": [1] * 500_000}, "file_ids[0]"),
+        ("/v1/vector_stores/a/files/b", {"attributes": {"a": "x" * 600}}, "attributes.a"),
+        ("/v1/vector_stores/a/files/b", {"attributes": {"a": "\ud800"}}, "attributes.a"),
+        ("/v1/vector_stores/a/file_batches", {"files": [{}] * 150_000}, "files[0].file_id"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -79,7 +89,51 @@ def test_each_endpoint_refuses_what_is_too_much(
 ) -> None:
     body = json.dumps(fields).encode()
     server.post("/v1/embeddings", json={"input": "a"})  # an engine that only the first request waits for
-    assert _quick_refusal(server, path, body)["param"] == param
+    assert _quick_refusal(server, path, body)["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/api/chat", {"messages": [1] * 1_000_000}, "messages[0]"),
+        ("/api/chat", {"tools": [1] * 1_000_000}, "tools[0]"),
+        ("/api/generate", {"images": [1] * 1_000_000}, "images[0]"),
+        ("/api/generate", {"context": ["a"] * 500_000}, "context[0]"),
+        ("/api/embed", {"input": [1] * 1_000_000}, "input"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_ollama_refuses_wrong_lists_at_the_first_item(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = json.dumps({"model": "any", **fields}).encode()
+    message = _quick_refusal(server, path, body)["error"]
+    assert message.startswith(f"{param}:"), message
+
+
+def test_each_list_of_a_request_ends_at_its_first_wrong_item() -> None:
+    """Else a million wrong items are a million findings, of 200 bytes each and more."""
+    service = Service.of(EngineConfig(), ServerSettings())
+    routes = [route for router in ROUTERS for route in router(service).routes]
+    fields = [(route.path, route.body_field) for route in routes if isinstance(route, APIRoute)]
+    bodies = [(path, field.field_info.annotation) for path, field in fields if field is not None]
+    slow = [(path, at) for path, body in bodies for at in _slow_lists(TypeAdapter(body).core_schema, ())]
+    assert len(bodies) > 30
+    assert not slow
+
+
+def _slow_lists(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Paths in a schema of pydantic_core to lists that go on after a wrong item; any item is right in a list of Any."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list" and not schema.get("fail_fast"):
+            if schema.get("items_schema", {"type": "any"})["type"] != "any":
+                yield path
+        for name, part in schema.items():
+            if name != "metadata":
+                yield from _slow_lists(part, (*path, name))
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _slow_lists(part, path)
 
 
 def _quick_refusal(server: RunningServer, path: str, body: bytes) -> dict[str, Any]:
@@ -88,9 +142,10 @@ def _quick_refusal(server: RunningServer, path: str, body: bytes) -> dict[str, A
     while not took or min(took) >= REFUSAL_SECONDS:
         assert len(took) < 3, took
         begun = time.monotonic()
-        error = server.error(path, 400, content=body, headers=JSON)
+        response = server.post(path, content=body, headers=JSON)
         took.append(time.monotonic() - begun)
-    return error
+    assert response.status_code == 400, response.text
+    return response.json()
 
 
 def test_a_body_of_too_many_values_is_a_413(server: RunningServer) -> None:

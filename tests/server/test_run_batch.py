@@ -14,6 +14,7 @@ import pytest
 from quire.cli.main import main
 from quire.core.errors import ConfigError
 from quire.server.batch import BadLine, BatchLine, RowFile, answer_row, parse_line
+from tests.models.llama2 import write_llama2
 
 SMALL = ("--kv-cache-memory-bytes", "256M", "--max-num-seqs", "4")
 
@@ -143,6 +144,17 @@ def test_a_batch_of_which_nothing_could_run_has_another_exit_code(tmp_path: Path
     (tmp_path / "bad.jsonl").write_text("nonsense\n")
     assert run_batch("-i", tmp_path / "bad.jsonl", "-o", tmp_path / "out.jsonl").returncode == 2
     assert rows_of(tmp_path / "out.jsonl")[None]["error"]["code"] == "invalid_line"
+
+
+@pytest.mark.e2e
+def test_a_model_whose_tokenizer_claims_no_limit_answers_a_batch(tmp_path: Path):
+    folder = write_llama2(tmp_path / "llama2")  # model_max_length is 10^30
+    source, result = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(completion("a"))
+    ran = run_batch("--model", folder, "-i", source, "-o", result)
+    assert ran.returncode == 0, ran.stderr
+    assert "256 tokens per sequence" in ran.stderr
+    assert rows_of(result)["a"]["response"]["status_code"] == 200
 
 
 def test_a_batch_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -255,7 +255,7 @@ class SchedulerConfig:
     itl_goal: str = setting(
         "off",
         "milliseconds between two tokens of an answer: prompts that arrive meanwhile are prefilled in chunks that fit; "
-        "auto: 2.25 times a decode step, at least 10; off: no goal (default: auto for a server and AsyncLLM, else off)",
+        "auto: 2.4 times a decode step, at least 10; off: no goal (default: auto for a server and AsyncLLM, else off)",
     )
     preset: str | None = setting(
         None, "several settings at once: ft is static batching with memory reserved to the maximum"

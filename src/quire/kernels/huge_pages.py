@@ -137,9 +137,3 @@ def keep_freed() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def release_freed() -> None:
-    """Returns memory that C's allocator holds after many tensors were freed. Takes milliseconds; glibc only."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

@@ -16,6 +16,7 @@ from quire.layers.parameters import Loader
 from quire.models.model import Loadable
 from quire.models.registry import build, describe
 from quire.models.stage import Stage
+from quire.observe.heap import release_freed
 from quire.observe.logs import get_logger
 from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
@@ -72,7 +73,7 @@ def _fill(
 ) -> None:
     if source.random or not factory.number_format.worth_keeping:
         feed(source, model.loaders(), factory.device, progress, seed)
-        huge_pages.release_freed()  # numbers before they were rounded
+        release_freed()  # numbers before they were rounded
         return
     kept_as, architecture = source.fingerprint, model.config.architecture
     if architecture not in (source.config.get("architectures") or ()):
@@ -93,7 +94,7 @@ def _fill(
         kept = read_converted(path)
         if kept is not None:
             _adopt(model, kept)  # mapped pages can be dropped and shared, anonymous ones cannot
-    huge_pages.release_freed()
+    release_freed()
 
 
 def feed(

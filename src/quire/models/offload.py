@@ -40,6 +40,7 @@ from quire.models.expert_placement import (
 from quire.models.loading import Progress, feed
 from quire.models.model import DecoderModel, Layer
 from quire.models.registry import build, describe
+from quire.observe.heap import release_freed
 from quire.quant.encoded import Weight
 from quire.weights.layer_files import LayerFiles
 from quire.weights.source import Source
@@ -340,7 +341,7 @@ class _Filing(_Placement):
             self._keep_outside()
             self._adopt_outside()  # a copy of its own: until here they share huge pages with layers that were moved out
         self.staging = self.parking = _no_bytes()
-        huge_pages.release_freed()  # memory that loading took does not count against the limit
+        release_freed()  # memory that loading took does not count against the limit
         return self._settle_on_gpu() if self.offload.device_bytes else self._settle_on_cpu()
 
     def _already_there(self) -> set[int]:

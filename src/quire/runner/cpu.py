@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from quire.core.step import PromptLogprobs, RowStart, Step
-from quire.kernels import huge_pages
 from quire.kernels.native import Arena, Tape
 from quire.kernels.registry import keep_threads
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch, GroupTables, TreeMasks
 from quire.models.model import DecoderModel
+from quire.observe.heap import release_freed
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
 from quire.runner.step_inputs import RowSettings, StepInputs, TokenInputs, step_inputs, token_inputs
@@ -306,4 +306,4 @@ class CpuOps:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
-        huge_pages.release_freed()
+        release_freed()

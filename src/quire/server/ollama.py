@@ -23,7 +23,7 @@ from quire.core.request import EmbedRequest
 from quire.server.encoder_requests import encoded, encoder_with_room, kept_tokens, new_id, token_ids
 from quire.server.encoders import EMBEDDINGS, encode_vector
 from quire.server.errors import ApiError
-from quire.server.protocol.base import Usage
+from quire.server.protocol.base import Many, Usage
 from quire.server.reply import EventStream, JsonReply
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
@@ -56,23 +56,23 @@ class _Ask(BaseModel):
 
 
 class ChatAsk(_Ask):
-    messages: list[dict[str, Any]] = []
-    tools: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] = []
+    tools: Many[dict[str, Any]] | None = None
 
 
 class GenerateAsk(_Ask):
     prompt: str = ""
     system: str | None = None
-    images: list[str] | None = None
+    images: Many[str] | None = None
     suffix: str | None = None
     raw: bool | None = None
     template: str | None = None
-    context: list[int] | None = None
+    context: Many[int] | None = None
 
 
 class EmbedAsk(BaseModel):
     model: str
-    input: str | list[str] = ""
+    input: str | Many[str] = ""
     prompt: str | None = None  # of the older /api/embeddings
     truncate: bool = True
     dimensions: int | None = None

@@ -30,7 +30,7 @@ from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin, resident_bytes
 from quire.core.request import Request
 from quire.engine.engine import Engine
-from quire.kernels import huge_pages
+from quire.observe.heap import release_freed
 
 # OwnMemory: how much of a process is its own, noted along a run, and whether that grows.
 
@@ -55,7 +55,7 @@ class OwnMemory:
 
     def note(self, num_requests: int) -> None:
         gc.collect()
-        huge_pages.release_freed()
+        release_freed()
         self._noted.append((num_requests, resident_bytes().get("anonymous", 0)))
 
     def grown_per_request(self) -> float:

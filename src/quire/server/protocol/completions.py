@@ -94,11 +94,11 @@ class ChatCompletionRequest(SamplingFields):
     store: bool | None = Field(None, description="Keep the answer in memory, for GET /v1/chat/completions.")
     metadata: Metadata | None = Field(None, description="Of a stored answer.")
     # not deprecated=True, with which pydantic warns whenever a field is read
-    functions: list[dict[str, Any]] | None = Field(None, json_schema_extra={"deprecated": True})
+    functions: Many[dict[str, Any]] | None = Field(None, json_schema_extra={"deprecated": True})
     function_call: str | dict[str, Any] | None = Field(None, json_schema_extra={"deprecated": True})
 
     reasoning_effort: str | None = Field(None, description="For chat templates that know it.")
-    modalities: list[str] | None = Field(None, description="Answers are text.")
+    modalities: Many[str] | None = Field(None, description="Answers are text.")
     audio: Any = None
     web_search_options: Any = None
     prediction: Any = None

@@ -172,11 +172,11 @@ MAX_NEW_ITEMS = 20  # of one request
 
 
 class NewItems(RequestBody):
-    items: list[Item] = Field(max_length=MAX_NEW_ITEMS)
+    items: Many[Item] = Field(max_length=MAX_NEW_ITEMS)
 
 
 class NewConversation(RequestBody):
-    items: list[Item] | None = Field(None, max_length=MAX_NEW_ITEMS)
+    items: Many[Item] | None = Field(None, max_length=MAX_NEW_ITEMS)
     metadata: Metadata | None = None
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ListPage, Metadata, Name, RequestBody, at_most
+from quire.server.protocol.base import ListPage, Many, Metadata, Name, RequestBody, at_most
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 3600, 30 * 86400
@@ -20,7 +20,10 @@ MAX_REQUESTS = 50_000  # of one batch
 MAX_BATCH_BYTES = 200 << 20
 
 FileName = Annotated[str, Field(min_length=1, max_length=1024)]
-Attributes = Annotated[dict[str, str | float | bool], at_most(16)]
+Attributes = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)] | float | bool],
+    at_most(16),
+]
 
 
 class FileExpiry(RequestBody):
@@ -37,7 +40,7 @@ class NewUpload(RequestBody):
 
 
 class CompleteUpload(RequestBody):
-    part_ids: list[Name] = Field(min_length=1, max_length=10_000)
+    part_ids: Many[Name] = Field(min_length=1, max_length=10_000)
     md5: Name | None = Field(None, description="Of the whole file; compared, if it is given.")
 
 
@@ -59,7 +62,7 @@ class StoreExpiry(RequestBody):
 class NewStore(RequestBody):
     name: Name | None = None
     description: Annotated[str, Field(max_length=4096)] | None = None
-    file_ids: list[Name] | None = Field(None, max_length=MAX_BATCH_FILES)
+    file_ids: Many[Name] | None = Field(None, max_length=MAX_BATCH_FILES)
     metadata: Metadata | None = None
     expires_after: StoreExpiry | None = None
     chunking_strategy: ChunkingStrategy | None = None
@@ -78,8 +81,8 @@ class NewFile(RequestBody):
 
 
 class NewFileBatch(RequestBody):
-    file_ids: list[Name] | None = Field(None, min_length=1, max_length=MAX_BATCH_FILES)
-    files: list[NewFile] | None = Field(None, min_length=1, max_length=MAX_BATCH_FILES)
+    file_ids: Many[Name] | None = Field(None, min_length=1, max_length=MAX_BATCH_FILES)
+    files: Many[NewFile] | None = Field(None, min_length=1, max_length=MAX_BATCH_FILES)
     attributes: Attributes | None = None
     chunking_strategy: ChunkingStrategy | None = None
 
@@ -114,12 +117,12 @@ Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY)]
 
 
 class StoreSearch(SearchFields):
-    query: Query | Annotated[list[Query], Field(min_length=1, max_length=MAX_QUERIES)]
+    query: Query | Annotated[Many[Query], Field(min_length=1, max_length=MAX_QUERIES)]
 
 
 class FileSearchTool(SearchFields):
     type: Literal["file_search"]
-    vector_store_ids: list[Name] = Field(min_length=1, max_length=MAX_STORES)
+    vector_store_ids: Many[Name] = Field(min_length=1, max_length=MAX_STORES)
 
 
 # ---------------------------------------------------------------------- answers
@@ -295,7 +298,7 @@ class BatchedMessage(RequestBody):
 
 
 class NewMessageBatch(RequestBody):
-    requests: list[BatchedMessage] = Field(min_length=1, max_length=MAX_REQUESTS)
+    requests: Many[BatchedMessage] = Field(min_length=1, max_length=MAX_REQUESTS)
 
 
 class MessageBatchCounts(TypedDict):

@@ -7,9 +7,13 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from fastapi import FastAPI
 
 from quire.observe.logs import get_logger
 from quire.rag.batches import BatchRecord, BatchRecords
@@ -28,18 +32,20 @@ NOTED_SECONDS = 0.5  # between two notes of a batch's progress
 SHARE = 2  # batches have 1 / SHARE of the engine's rows at most
 
 
-class OneOwner(Keys):
-    """Every request is of this owner: for an application that is called in-process."""
+_owner: ContextVar[str] = ContextVar("owner")  # of the batch whose requests a task sends
 
-    def __init__(self, owner: str) -> None:
+
+class BatchOwners(Keys):
+    """Every request is of its batch's owner: for an application that is called in-process, by all batches."""
+
+    def __init__(self) -> None:
         super().__init__(())
-        self._owner = owner
 
     def __bool__(self) -> bool:
-        return bool(self._owner)
+        return bool(_owner.get())
 
     def identify(self, offered: bytes | None) -> str | None:
-        return self._owner
+        return _owner.get()
 
 
 @dataclass(slots=True)
@@ -87,6 +93,11 @@ class BatchJobs:
         self._folder.mkdir(exist_ok=True)
         self._jobs: dict[str, _Job] = {}
         self._slots: asyncio.Semaphore | None = None
+
+    @cached_property
+    def _app(self) -> FastAPI:
+        """One for all batches: each would take several MB, of which not all come back."""
+        return create_app(self._service, BatchOwners())
 
     async def resume(self) -> None:
         """Goes on with what is unfinished, and drops what ended long ago."""
@@ -175,8 +186,8 @@ class BatchJobs:
         rows = await self._retrieval.run(RowFile, str(self.rows_path(batch)), resume=True)
         before = await self._retrieval.run(count_rows, self.rows_path(batch))
         progress = _BatchProgress(lambda summary: self._note(batch, before, summary))
-        app = create_app(self._service, OneOwner(batch.owner))
-        run = BatchRun(self._service, app, rows, progress, self._slots)
+        _owner.set(batch.owner)
+        run = BatchRun(self._service, self._app, rows, progress, self._slots)
         left = batch.expires_at - now()
         try:
             with self.input_path(batch).open("rb") as lines, suppress(TimeoutError):
