@@ -76,7 +76,7 @@ def run(setup: Setup) -> Finding:
     shown, asked = tasks[:num_trained], tasks[-num_asked:]
     settings = TrainSettings(
         rank=setup.pick(2, 16, 16),
-        epochs=setup.pick(1, 1, 2),
+        epochs=setup.pick(1, 2, 2),
         batch_size=setup.pick(8, 16, 16),
         batch_tokens=1024,
         learning_rate=1e-3,
