@@ -1,13 +1,15 @@
 """AdamW is torch's in 32 bits and close to it in 8; schedules rise and fall where they should."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from quire.core.errors import TrainingError
 from quire.train import optimizer as optimizers
-from quire.train.optimizer import AdamW, rate_at
+from quire.train.optimizer import AdamW, adamw, rate_at
 
 SCALE = torch.logspace(-2, 1, 1000)
 TARGET = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -60,6 +62,35 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(bits):
         return values
 
     assert torch.equal(run(False), run(True))
+
+
+def test_states_of_8_bits_are_those_of_bitsandbytes_where_it_is_installed():
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    cpu = torch.device("cpu")
+    optimizer = adamw(1000, cpu, 8, 0.1, paged=False)
+    assert (optimizer.library, optimizer.num_bytes) == ("bitsandbytes", 2 * (1000 + 4 * 4))
+    start, mine, theirs = (
+        loss(values) for values in (torch.zeros(1000), minimised(optimizer), minimised(None))
+    )
+    assert mine - theirs < 0.02 * (start - theirs)
+    again = adamw(1000, cpu, 8, 0.1, paged=False)
+    again.load({name: part.clone() for name, part in optimizer.state().items()}, optimizer.num_steps)
+    one, other, grads = torch.ones(1000), torch.ones(1000), torch.randn(1000)
+    optimizer.step(one, grads, 0.01)
+    again.step(other, grads, 0.01)
+    assert torch.equal(one, other)
+    own = adamw(1000, cpu, 8, 0.1, paged=True)
+    assert own.library == ""
+    with pytest.raises(
+        TrainingError, match="not those of this run: 8 bits are bitsandbytes' where it is installed"
+    ):
+        own.load(optimizer.state(), 1)
+
+
+def test_states_are_quires_own_where_bitsandbytes_does_not_work(monkeypatch):
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # its import fails
+    assert adamw(700, torch.device("cpu"), 8, 0.0, paged=False).library == ""
 
 
 FakedGpu = Callable[[int], tuple[torch.device, list[str]]]

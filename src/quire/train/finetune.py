@@ -168,9 +168,10 @@ def prepare(
     trainer = Trainer(
         model, settings, items, held_out, job.output, adapter, job.zero_stage, job.rank, job.world
     )
+    library = trainer.optimizer.library
     on_line(
         f"steps     {trainer.num_steps}: {settings.epochs} epochs, {settings.batch_size} examples a step, learning "
-        f"rate {settings.learning_rate:g} ({settings.schedule}), {settings.optimizer}"
+        f"rate {settings.learning_rate:g} ({settings.schedule}), {settings.optimizer}{library and f' of {library}'}"
     )
     return trainer
 

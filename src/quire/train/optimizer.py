@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from quire.core.errors import TrainingError
 from quire.quant.codebook import nearest, signed_map
 
 BLOCK = 256  # numbers that share a scale
@@ -36,10 +39,6 @@ class Moments:
                 "codes": torch.zeros(num_blocks * BLOCK, dtype=torch.uint8, **where),  # type: ignore[call-overload]
                 "scales": torch.zeros(num_blocks, **where),  # type: ignore[call-overload]
             }
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def read(self, first: int, last: int, device: torch.device) -> Tensor:
         """float32; `first` begins a block."""
@@ -73,6 +72,8 @@ class AdamW:
     `paged`: states in pinned host memory, a part at a time on the device while it is updated.
     """
 
+    library = ""  # whose states they are; empty: Quire's own
+
     def __init__(
         self,
         size: int,
@@ -99,7 +100,7 @@ class AdamW:
 
     @property
     def num_bytes(self) -> int:
-        return self._first.num_bytes + self._second.num_bytes
+        return sum(part.numel() * part.element_size() for part in self.state().values())
 
     @torch.no_grad()
     def step(self, parameters: Tensor, grads: Tensor, rate: float) -> None:
@@ -128,8 +129,52 @@ class AdamW:
 
     def load(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         self.num_steps = num_steps
-        for name, part in self.state().items():
+        own = self.state()
+        if own.keys() != state.keys():
+            raise TrainingError(
+                "the checkpoint's optimizer states are not those of this run: 8 bits are bitsandbytes' where it is "
+                "installed and --offload-optimizer is off, otherwise Quire's own; go on as it was, or --overwrite"
+            )
+        for name, part in own.items():
             part.copy_(state[name])
+
+
+class LibraryAdamW(AdamW):
+    """bitsandbytes' AdamW in 8 bits: its tables of codes, and one kernel for a step."""
+
+    library = "bitsandbytes"
+
+    def _make(self, size: int, device: torch.device, bits: int, pinned: bool) -> None:
+        from bitsandbytes import functional
+
+        self._update = functional.optimizer_update_8bit_blockwise
+        self._tables = [functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+        self._codes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in self._tables]
+        self._scales = [torch.zeros(-(-size // BLOCK), device=device) for _ in self._tables]
+
+    @torch.no_grad()
+    def step(self, parameters: Tensor, grads: Tensor, rate: float) -> None:
+        self.num_steps += 1
+        numbers = (*self._betas, 0.0, 0.0, self._eps, self.num_steps, rate)
+        self._update(
+            "adam", grads, parameters, *self._codes, *numbers, *self._tables, *self._scales, self._decay
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        parts = zip(("first", "second"), self._codes, self._scales, strict=True)
+        return {
+            f"{self.library}.{name}.{what}": part
+            for name, *both in parts
+            for what, part in zip(("codes", "scales"), both, strict=True)
+        }
+
+
+def adamw(size: int, device: torch.device, bits: int, weight_decay: float, paged: bool) -> AdamW:
+    """States of 8 bits on the device are bitsandbytes' where it is installed and works."""
+    if bits == 8 and not paged and find_spec("bitsandbytes"):
+        with suppress(ImportError, RuntimeError):  # a build for other devices, or a device without room
+            return LibraryAdamW(size, device, bits, weight_decay)
+    return AdamW(size, device, bits, weight_decay, paged=paged)
 
 
 def rate_at(step: int, num_steps: int, warmup: int, peak: float, schedule: str) -> float:

@@ -19,7 +19,7 @@ from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import ConfigError, TrainingError
 from quire.train.examples import Item, packed
 from quire.train.model import TrainedModel
-from quire.train.optimizer import AdamW, rate_at
+from quire.train.optimizer import adamw, rate_at
 from quire.train.run_files import PART, RunFiles, write_json
 from quire.train.settings import BITS, DPO, FINISHED, STOPPED, TrainSettings
 from quire.train.zero import StateShards
@@ -66,14 +66,9 @@ class Trainer:
         self._config = adapter_config
         self.folder = folder
         self.shards = StateShards(model.parameters, zero_stage, rank, world)
+        count = self.shards.last - self.shards.first
         bits = BITS[settings.optimizer]
-        self.optimizer = AdamW(
-            self.shards.last - self.shards.first,
-            model.device,
-            bits,
-            settings.weight_decay,
-            paged=settings.paged,
-        )
+        self.optimizer = adamw(count, model.device, bits, settings.weight_decay, settings.paged)
         assert settings.batch_size is not None and settings.epochs is not None  # noqa: PT018
         self._per_epoch = -(-len(items) // settings.batch_size)
         self.num_steps = self._per_epoch * settings.epochs
