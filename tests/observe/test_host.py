@@ -33,6 +33,14 @@ def test_memory_that_is_left_is_that_of_the_machine_or_of_a_control_group_with_l
     assert memory_left(tmp_path) == (8 * GB, 64 * GB)
 
 
+def test_files_of_the_system_that_lack_a_field_are_no_fault(tmp_path):
+    control_group(tmp_path, 16 * GB, 15 * GB, GB)
+    (tmp_path / "sys" / "fs" / "cgroup" / "memory.stat").unlink()
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal:       {64 * GB >> 10} kB\n")
+    assert memory_left(tmp_path) == (GB, 16 * GB)
+
+
 def test_numbers_are_read_by_their_names(tmp_path):
     path = tmp_path / "status"
     path.write_text("Name:\tpython\nGroups:\t\nRssAnon:\t     116 kB\nVmSwap:\t       0 kB\n")

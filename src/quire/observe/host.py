@@ -43,14 +43,14 @@ def _cgroup_cpus() -> int:
 
 
 def memory_left(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes that can be had without swapping, and of how many: of the machine, or of the control group if less is left
-    of it. Zeros where the system does not say."""
+    """Bytes that are available without swapping, and the total: of the machine, or of the control group if it has less
+    left. Zeros where the system does not say."""
     machine, group = numbers_in(root / "proc/meminfo"), root / "sys/fs/cgroup"
-    pairs = [(machine["MemAvailable"] << 10, machine["MemTotal"] << 10)] if machine else []
+    pairs = [(machine["MemAvailable"] << 10, machine["MemTotal"] << 10)] if "MemAvailable" in machine else []
     with suppress(OSError, ValueError):  # a group without a limit has `max`
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = numbers_in(group / "memory.stat")  # pages of files are dropped when others need memory
-        pairs.append((limit - used + stat["active_file"] + stat["inactive_file"], limit))
+        pairs.append((limit - used + stat.get("active_file", 0) + stat.get("inactive_file", 0), limit))
     return min(pairs, default=(0, 0))
 
 
