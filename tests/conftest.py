@@ -1,12 +1,9 @@
 """What all tests share: markers and their order, thread limits, the shared folder, an empty cache."""
 
-import gc
 import logging
 import os
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-COLLECT_BYTES = 1 << 30  # more than after the last collection: then a process of tests collects garbage
 
 # Before anything loads torch: many threads on tiny tensors only get in each other's way. And no network.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
@@ -78,24 +74,6 @@ def _same_random_numbers() -> None:
         torch.manual_seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
-
-
-_least_resident = [1 << 30]  # bytes
-
-
-@pytest.fixture(autouse=True)
-def _no_closed_engines() -> Iterator[None]:
-    """Closed engines with draft models or tiers are in cycles, and collections are rare in a large process."""
-    yield
-    if _resident() > _least_resident[0] + COLLECT_BYTES:
-        gc.collect()
-        _least_resident[0] = _resident()
-
-
-def _resident() -> int:
-    with suppress(OSError, ValueError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 @pytest.fixture(scope="session")

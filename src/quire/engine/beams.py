@@ -137,15 +137,9 @@ class BeamSearches:
     among the best of its step, so joining the steps' candidates loses nothing.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        structured: StructuredOutputs,
-        fail: Callable[[Beam, str], list[SequenceUpdate]],  # ends a beam's request
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, structured: StructuredOutputs) -> None:
         self._scheduler = scheduler
         self._structured = structured
-        self._fail = fail
         self.searches: dict[str, _Search] = {}  # by request id
 
     def forget(self, request_id: str) -> None:
@@ -156,8 +150,9 @@ class BeamSearches:
         scheduled: ScheduledStep,
         result: StepResult,
         prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]],
+        fail: Callable[[Beam, str], list[SequenceUpdate]],
     ) -> list[SequenceUpdate]:
-        """Updates of the searches that ended; unfinished ones give none."""
+        """Updates of the searches that ended; unfinished ones give none. `fail` ends a beam's request."""
         updates: list[SequenceUpdate] = []
         for beam_set, candidates in zip(scheduled.step.beams, result.beams, strict=True):
             beams = {index: scheduled.receivers[index] for index in beam_set.samples}
@@ -179,7 +174,7 @@ class BeamSearches:
             try:
                 updates += self._go_on(request, search, prompt_logprobs.get(request.request_id, ()))
             except GrammarError as error:
-                updates += self._fail(next(iter(beams.values())), str(error))
+                updates += fail(next(iter(beams.values())), str(error))
         return updates
 
     def _go_on(

@@ -21,7 +21,7 @@ class Committer:
         self._speculation = speculation
         self._structured = structured
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
-        self._beams = BeamSearches(scheduler, structured, self.fail)
+        self._beams = BeamSearches(scheduler, structured)
 
     def commit(self, scheduled: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
         if result.prompt_logprobs:
@@ -52,7 +52,7 @@ class Committer:
             except GrammarError as error:
                 updates += self.fail(sequence, str(error))
         if scheduled.step.beams:
-            updates += self._beams.commit(scheduled, result, self._prompt_logprobs)
+            updates += self._beams.commit(scheduled, result, self._prompt_logprobs, self.fail)
         if self._speculation is not None:
             self._speculation.committed(scheduled, result.seconds)
         return _joined(updates) if drafted else updates

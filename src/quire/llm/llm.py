@@ -323,7 +323,7 @@ class LLM:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Ends its threads, processes and files; model and pool are freed with the object. Calling it twice is fine."""
+        """Ends its threads, processes and files. Model and pool are freed with the last reference to this object."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":

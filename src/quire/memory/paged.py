@@ -1,5 +1,6 @@
 """PagedMemory: block tables. Sharing, copy-on-write and prefix hits happen here."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -88,10 +89,13 @@ class PagedMemory:
         self._counts = BlockCounts(groups, block_size, max_step_tokens)
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint, self.num_groups)
-        self.adapter_pages = adapter_pages or AdapterPages(self.pool, self._take)
+        own = weakref.proxy(self)  # a cycle would keep a closed engine's memory until garbage is collected
+        self.adapter_pages = adapter_pages or AdapterPages(self.pool, lambda: own._take())
         self.stats = MemoryStats()
         self.transfers = transfers if transfers is not None else PendingTransfers()
-        self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.transfers, self._take)
+        self.swap = SwapSpace(
+            num_swap_blocks, block_size, self.pool, self.index, self.transfers, lambda: own._take()
+        )
         self.offload_cache = offload_cache
         self.num_pinned = 0  # blocks of pinned prefixes, which no request can have
         self._pinned: list[Sequence] = []

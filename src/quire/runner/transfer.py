@@ -125,6 +125,7 @@ class TransferEngine:
     def close(self) -> None:
         if self.disk_tier is not None:
             self.disk_tier.close()
+            self.disk_tier = None  # it calls `wait_moved`: a cycle with the memory of both
         self.arena.close()
 
     @torch.inference_mode()
