@@ -16,7 +16,9 @@ def test_no_tensor_of_a_closed_engine_is_left_to_the_garbage_collector(tmp_path:
     model = str(write_model(tmp_path / "model"))
     settings: dict[str, object] = {
         "plain": {},
-        "draft model": {"speculative_config": {"method": "draft_model", "model": model, "quantization": "none"}},
+        "draft model": {
+            "speculative_config": {"method": "draft_model", "model": model, "quantization": "none"}
+        },
         "disk tier": {"kv_offload_gb": 0.01, "kv_offload_dir": str(tmp_path / "tier")},
         "adapters": {"enable_lora": True},
     }[feature]
