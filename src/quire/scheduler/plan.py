@@ -81,11 +81,13 @@ class StepPlan:
         """Sequences that compute all they know and had one token left."""
         return self.num_tokens.count(1) + len(self.drafts)
 
-    def drop_from(self, sequence: Sequence) -> int:
-        """Drops everything planned from `sequence` on; returns how many tokens that frees."""
-        if sequence not in self.sequences:
-            return 0
-        cut = self.sequences.index(sequence)
+    def take_back(self, group: list[Sequence]) -> tuple[int, dict[int, int]]:
+        """Drops a group and everything planned after it; returns how many tokens that frees, and the origins of the
+        group's block copies, which are not made.
+        """
+        self.starts = [s for s in self.starts if s not in group]
+        origins = self.delta.take_back(group)
+        cut = next((self.sequences.index(s) for s in group if s in self.sequences), len(self.sequences))
         freed = sum(self.num_tokens[cut:])
         del self.sequences[cut:], self.positions[cut:], self.num_tokens[cut:]
         while self.sources and self.sources[-1] >= cut:
@@ -94,7 +96,7 @@ class StepPlan:
             self.offsets.pop()
         for index in [index for index in self.drafts if index >= cut]:
             del self.drafts[index]
-        return freed
+        return freed, origins
 
     def force_beam_tokens(self) -> None:
         """Adds the token that commit chose for each beam since its last step; of a new branch, all tokens."""

@@ -1,11 +1,12 @@
 """RunningBatch: the sequences that hold a row of the runner. AdmissionPolicy: when waiting groups may join them."""
 
+import operator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from quire.core.request import FinishReason, Phase, Sequence
 from quire.memory.paged import PagedMemory
-from quire.scheduler.plan import StepPlan
+from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.queue import SequenceGroup, WaitingQueue, blocks_promised
 
 
@@ -111,6 +112,30 @@ class RunningBatch:
         self.forking.pop(group.request.request_id, None)
         self.waiting.put_back(group)
         self.free_kept()
+
+    def take_back(self, scheduled: ScheduledStep) -> SequenceGroup | None:
+        """Takes back a step that was not computed: its groups return to the queue, but for the newest.
+
+        Returns that one; None if all of them ended while the step waited for its mask.
+        """
+        for sequence in scheduled.receivers:
+            sequence.num_pending -= not sequence.is_beam
+        running = [s.request.request_id for s in scheduled.sequences if s.phase is Phase.RUNNING]
+        groups = [self.groups[request_id] for request_id in dict.fromkeys(running)]
+        newest = max(groups, key=lambda group: group.order, default=None)
+        for group in groups:
+            if group is not newest:
+                self.send_back(group)
+                group.unfork()
+        return newest
+
+    def cache_blocks(self, scheduled: ScheduledStep) -> None:
+        """Enters the blocks that a computed step has filled into the prefix cache."""
+        step, block_size = scheduled.step, self._memory.block_size
+        ends = map(operator.add, step.num_computed, step.num_tokens)
+        for sequence, end in zip(scheduled.sequences, ends, strict=True):
+            if end // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
+                self._memory.cache_full_blocks(sequence, end)
 
     def forget(self, group: SequenceGroup) -> None:
         """Drops a group whose sequences have all ended."""

@@ -1,6 +1,5 @@
 """Scheduler: decides how many tokens each sequence computes in the next step. Prefill and decode are not phases."""
 
-import operator
 from collections.abc import Iterator
 
 from quire.core.config import SchedulerConfig
@@ -141,9 +140,7 @@ class Scheduler:
         plan.force_beam_tokens()
         if self.policy.kept:
             self.policy.extend(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
-        pending = self.memory.transfers
-        transfers = pending.take() if pending.out_blocks or pending.in_blocks else None
-        step = plan.step(transfers, self._adapters)
+        step = plan.step(self.memory.transfers.take(), self._adapters)
         for sequence, position, count in zip(plan.sequences, plan.positions, plan.num_tokens, strict=True):
             sequence.num_computed = position + count
         for sequence in plan.receivers:
@@ -202,10 +199,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: StepPlan) -> int:
         """Sends the victim's whole group back to the queue; returns the tokens that this frees in the plan."""
         group = self._groups[victim.request.request_id]
-        first = next((s for s in group.live if s in plan.sequences), group.live[0])
-        freed = plan.drop_from(first)
-        plan.starts = [s for s in plan.starts if s not in group.live]
-        origins = plan.delta.take_back(group.live)
+        freed, origins = plan.take_back(group.live)
         running = group.running
         swapped = self.preemption.swaps(running, self.memory) and self.memory.swap.out(running, origins)
         self._batch.send_back(group, swapped=swapped)
@@ -219,11 +213,7 @@ class Scheduler:
     def committed(self, scheduled: ScheduledStep, is_valid: bool = True) -> None:
         """The step's result is known: its samples are no longer pending, and full blocks are cached if `is_valid`."""
         if is_valid:
-            step, block_size = scheduled.step, self.memory.block_size
-            ends = map(operator.add, step.num_computed, step.num_tokens)
-            for sequence, end in zip(scheduled.sequences, ends, strict=True):
-                if end // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
-                    self.memory.cache_full_blocks(sequence, end)
+            self._batch.cache_blocks(scheduled)
         for sequence in scheduled.receivers:
             if not sequence.is_beam and sequence.phase is not Phase.FINISHED:
                 sequence.num_pending -= 1
@@ -246,18 +236,8 @@ class Scheduler:
         From then on steps are half as large. Returns the sequences that ended.
         """
         self._max_num_batched_tokens = max(len(scheduled.sequences), self._max_num_batched_tokens // 2)
-        for sequence in scheduled.receivers:
-            sequence.num_pending -= not sequence.is_beam
-        running = [s.request.request_id for s in scheduled.sequences if s.phase is Phase.RUNNING]
-        groups = [self._groups[request_id] for request_id in dict.fromkeys(running)]
-        if not groups:
-            return []  # all of them ended while the step waited for its mask
-        newest = max(groups, key=lambda group: group.order)
-        for group in groups:
-            if group is not newest:
-                self._batch.send_back(group)
-                group.unfork()
-        return self.abort(newest.request.request_id, FinishReason.ERROR)
+        newest = self._batch.take_back(scheduled)
+        return [] if newest is None else self.abort(newest.request.request_id, FinishReason.ERROR)
 
     # ------------------------------------------------------------------ beams
 
