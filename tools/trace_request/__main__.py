@@ -1,7 +1,7 @@
 """Starts `quire serve` under a tracer, sends one streamed chat request and prints the files that it passed through.
 
-A file counts if the request entered one of its functions in either process. Requests of the same form warm the server
-up first, and functions that also run in an idle server (heartbeats, timers) do not count. Code that Python
+A file counts if the request entered one of its functions in either process. Requests of the same form with other
+prompts warm the server up first, so that this one is prefilled, and functions that also run in an idle server (heartbeats, timers) do not count. Code that Python
 generates, such as a dataclass's `__init__`, belongs to no file.
 
 Usage: python -m tools.trace_request [--budget FILES] [--functions] [-- FLAGS OF quire serve]
@@ -29,8 +29,9 @@ START_SECONDS = 180.0
 PHASE_SECONDS = 30.0
 IDLE_SECONDS = 2.5  # longer than the period of any timer that runs in an idle server
 DEFAULT_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-num-seqs", "16")
+WARM_UP = ("What is the capital of France?", "Name three rivers of Europe.", "Why is the sky blue at noon?")
+PROMPT = "Which of the planets has the longest year, and how long is it?"  # is in no cache
 REQUEST = {
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "temperature": 0,
     "max_tokens": 8,
     "stream": True,
@@ -132,11 +133,12 @@ def running_server(folder: Path, flags: list[str]) -> Iterator[str]:
             reader.join()
 
 
-def send(address: str) -> int:
+def send(address: str, prompt: str) -> int:
     """The request, read to its last byte. Returns the number of events."""
+    body = {**REQUEST, "messages": [{"role": "user", "content": prompt}]}
     request = urllib.request.Request(
         f"{address}/v1/chat/completions",
-        data=json.dumps(REQUEST).encode(),
+        data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=PHASE_SECONDS) as response:
@@ -150,12 +152,12 @@ def trace(flags: list[str]) -> tuple[list[ProcessTrace], int]:
         (folder / TRACER.name).write_text(TRACER.read_text())
         control = Control(folder)
         with running_server(folder, flags) as address:
-            for _ in range(3):
-                send(address)
+            for prompt in WARM_UP:
+                send(address, prompt)
             control.enter("idle")
             time.sleep(IDLE_SECONDS)
             control.enter("request")
-            num_events = send(address)
+            num_events = send(address, PROMPT)
             control.enter("done")
             traces = [process_trace(record) for record in control.records()]
     return [process for process in traces if process.files], num_events

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from quire.core.layout import LayerGroups
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
+from quire.core.step import HostTransfers
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockCounts, BlockPool, PrefixIndex
 from quire.memory.offload_cache import OffloadCache
@@ -368,6 +369,11 @@ class PagedMemory:
             self.swap.release(sequence)
         sequence.block_ids = []
         sequence.num_indexed = 0
+
+    def take_transfers(self) -> HostTransfers | None:
+        """Copies to and from host memory that the next step carries, once; None if there are none."""
+        pending = self.transfers
+        return pending.take() if pending.out_blocks or pending.in_blocks else None
 
     def _take(self) -> int:
         """A free block. Its previous content is evicted: from the index to the offload cache, or an idle adapter."""

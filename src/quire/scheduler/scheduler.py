@@ -140,7 +140,7 @@ class Scheduler:
         plan.force_beam_tokens()
         if self.policy.kept:
             self.policy.extend(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
-        step = plan.step(self.memory.transfers.take(), self._adapters)
+        step = plan.step(self.memory.take_transfers(), self._adapters)
         for sequence, position, count in zip(plan.sequences, plan.positions, plan.num_tokens, strict=True):
             sequence.num_computed = position + count
         for sequence in plan.receivers:
