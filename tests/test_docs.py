@@ -27,6 +27,30 @@ def test_files_named_in_the_tables_of_the_architecture_exist(heading, at_least):
     assert [name for name in names if not (PACKAGE / name).is_file()] == []
 
 
+def test_files_have_the_entry_points_that_the_architecture_names():
+    lines = section("architecture.md", "Where is …").splitlines()
+    rows = [line.split("|")[1:4] for line in lines if line.startswith("|") and "`" in line]
+    missing = []
+    for _, file, entry in rows:
+        names = FILE.findall(file + entry)
+        text = "".join((PACKAGE / name).read_text() for name in names)
+        words = re.findall(r"`(\w+(?:\.\w+)*)`", entry)
+        missing += [(names, word) for word in words if any(part not in text for part in word.split("."))]
+    assert missing == []
+
+
+def test_files_named_on_any_page_exist():
+    roots = (PACKAGE, ROOT / "src", ROOT)
+    missing = [
+        (page.name, name)
+        for page in PAGES
+        if page.name != "CHANGELOG.md"  # of its day
+        for name in FILE.findall(page.read_text())
+        if not any((root / name).is_file() for root in roots)
+    ]
+    assert missing == []
+
+
 def test_files_named_in_the_glossary_exist():
     names = FILE.findall((DOCS / "glossary.md").read_text())
     assert len(names) > 20

@@ -1,5 +1,6 @@
 """The project's own promises: pinned packages, the rooms' contract, the gates, what `make` says."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -160,6 +161,19 @@ def test_the_words_gate_names_mannered_words_vague_variables_and_equal_class_nam
     assert [line for line in lines if "b.py:5: a variable 'found' in work" in line]
     assert [line for line in lines if "2 classes are named Pool" in line]
     assert len(lines) == 3
+    write(tmp_path, "native/c.h", "// for so many rows\nint _rehearse_all();\nint some_companies;\n")
+    assert len(list(words_gate.check(tmp_path))) == 5
+
+
+def test_the_loop_and_the_scheduler_stay_short():
+    package = ROOT / "src" / "quire"
+    step = next(
+        node
+        for node in ast.walk(ast.parse((package / "engine" / "engine.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "step"
+    )
+    assert step.end_lineno - step.lineno < 25
+    assert len((package / "scheduler" / "scheduler.py").read_text().splitlines()) <= 250
 
 
 def test_the_budget_gate_counts_the_core_path_without_features_that_hook_in(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """The words gate: plain technical English and names that say something, in `src`.
 
-It refuses mannered words in code, comments, docstrings and messages; the variables `found`, `one` and `place` in
-functions longer than ten lines; and two public classes of one name in a package.
+It refuses mannered words in code, identifiers, comments, docstrings and messages, of C++ too; the variables `found`,
+`one` and `place` in functions longer than ten lines; and two public classes of one name in a package.
 
 Usage: python tools/words_gate.py [FOLDER …]. Prints one line per finding and exits 1 if there is any.
 """
@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MANNERED = re.compile(
-    r"\b(whoever|whatever|nobody|somebody|everybody|someone|no one|lest|so many|so much as|those who|those that|those"
-    r" whose|anew|company|figures|rehears\w+)\b",
+    r"(?<![a-z])(whoever|whatever|nobody|somebody|everybody|someone|no one|lest|so many|so much as|those who|those"
+    r" that|those whose|anew|company|figures|rehears[a-z]+)(?![a-z])",
     re.IGNORECASE,
 )
 VAGUE = frozenset({"found", "one", "place"})
 LONG_FUNCTION = 10  # lines
+NATIVE = frozenset({".cpp", ".cu", ".cuh", ".h"})
 PACKAGES = ("src/quire", "src/quire_lab")
 
 
@@ -54,6 +55,8 @@ def check(folder: Path) -> Iterator[str]:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(f"{path}:{node.lineno}")
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in NATIVE):
+        yield from mannered_words(path)
     for name, places in sorted(classes.items()):
         if len(places) > 1:
             yield f"{', '.join(places)}: {len(places)} classes are named {name}"

@@ -1,8 +1,8 @@
 """Starts `quire serve` under a tracer, sends one streamed chat request and prints the files that it passed through.
 
 A file counts if the request entered one of its functions in either process. Requests of the same form with other
-prompts warm the server up first, so that this one is prefilled, and functions that also run in an idle server (heartbeats, timers) do not count. Code that Python
-generates, such as a dataclass's `__init__`, belongs to no file.
+prompts warm the server up first, so that this one is prefilled, and functions that also run in an idle server
+(heartbeats, timers) do not count. Code that Python generates, such as a dataclass's `__init__`, belongs to no file.
 
 Usage: python -m tools.trace_request [--budget FILES] [--functions] [-- FLAGS OF quire serve]
 """

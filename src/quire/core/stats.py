@@ -96,7 +96,7 @@ class StepStats:
     num_steps: int = counter("engine_steps_total", "Forward passes.")
     schedule_seconds: float = 0.0  # deciding steps
     commit_seconds: float = 0.0  # turning results into updates
-    # and in sampling
+    # includes sampling
     step_seconds: float = counter("engine_step_seconds_total", "Seconds in forward passes.")
     mask_seconds: float = 0.0  # grammars' masks, made while a forward pass runs
 

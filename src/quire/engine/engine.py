@@ -214,7 +214,7 @@ class Engine(EngineCore[SequenceUpdate]):
             request = replace(request, adapter=self._arrive(request_id, request.adapter))
         try:
             request = self._validator.accept(request)
-            self._rehearse(request)
+            self._check_computable(request)
             if request.sampling.structured is None or self._structured.admit(request):
                 self.scheduler.add(request)
         except BaseException:
@@ -223,8 +223,8 @@ class Engine(EngineCore[SequenceUpdate]):
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_encoder_tokens or request.num_prompt_tokens
 
-    def _rehearse(self, request: Request) -> None:
-        """Computes what steps will make of the values: one that they cannot take ends this request alone."""
+    def _check_computable(self, request: Request) -> None:
+        """Computes what steps derive from the values, so that a value that fails ends this request alone."""
         try:
             self.memory.index.root(request.cache_salt)
             self._trial_row.start_row(

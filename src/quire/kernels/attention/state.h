@@ -84,7 +84,7 @@ struct AttentionProblem {
     const float* slopes;         // per head, or a table by distance; null: none
     int64_t table_reach;         // of a table [heads, 2 * reach + 1]: distances beyond it count as it; 0: one slope per head
     const float* sinks = nullptr;  // per head, null: none
-    int64_t position_shift = 0;  // how far positions are behind those that distances count from
+    int64_t position_shift = 0;  // added to positions where distances are computed
 
     // Of a request whose first query this is: the place where its tree begins, -1 if it has none.
     int64_t tree_start(int64_t token) const { return tree_starts == nullptr ? -1 : tree_starts[token]; }

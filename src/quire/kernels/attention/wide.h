@@ -81,8 +81,8 @@ __attribute__((always_inline)) inline ScoreSums lane_products(const float* queri
 }
 
 // Scores of four queries with the first `count` keys of a tile. Lanes of head_dim are folded in the order of `sum`: first
-// those that are half of all apart, then such sums as a binary counter carries. Sums that wait for their other half are in
-// memory, since registers are for the two lanes at work. kDim is padded_dim where it is known when compiling, else 0.
+// pairs at a distance of half the lanes, then their sums in the order of a binary counter's carries. Sums that wait for
+// their other half are in memory: registers hold the two lanes being added. kDim is padded_dim where it is known when compiling, else 0.
 template <int kDim>
 inline void wide_scores(const float* queries, int64_t padded_dim, const float* keys, int64_t count, float* scores) {
     constexpr int kHalf = kLanes / 2;

@@ -41,7 +41,7 @@ extern "C" __global__ void reduce(const Args p) {
     store_four(p, index / padded, row, sum);
 }
 
-// The weight in 16 bits [rows, columns] to p.out: for so many tokens that a plain GEMM is the faster way. A warp per tile.
+// Writes the weight in 16 bits [rows, columns] to p.out, for token counts at which a plain GEMM is faster. A warp per tile.
 extern "C" __global__ void expand(const Args p) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #if CODE == 40
