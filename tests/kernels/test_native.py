@@ -59,6 +59,31 @@ def test_a_library_in_the_cache_is_not_built_again(
     assert [entry.name for entry in first.parent.iterdir()] == [compilation.LIBRARY_NAME]
 
 
+def test_of_two_processes_that_start_together_one_compiles(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available():
+        pytest.skip("no compiler")
+    compiling, go_on, builds = threading.Event(), threading.Event(), []
+
+    def fake_build(scratch: Path) -> Path:
+        builds.append(scratch)
+        compiling.set()
+        assert go_on.wait(60)
+        (scratch / "made").write_text("library")
+        return scratch / "made"
+
+    monkeypatch.setattr(compilation, "_compile_all", fake_build)
+    with ThreadPoolExecutor(2) as processes:  # the lock is of an open file, so that two threads do
+        first = processes.submit(compilation.ensure_built)
+        assert compiling.wait(60)
+        second = processes.submit(compilation.ensure_built)
+        time.sleep(0.1)
+        go_on.set()
+        assert first.result() == second.result()
+    assert len(builds) == 1
+
+
 def test_without_a_compiler_the_reference_serves_and_says_so(empty_cache: Path) -> None:
     code = (
         "from quire.kernels import choose, native\n"

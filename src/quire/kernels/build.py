@@ -4,6 +4,7 @@ The library is plain C++ with a C interface, built without torch's headers. It i
 `$QUIRE_CACHE` or `~/.cache/quire`, in a folder named by a hash of sources, flags and compiler.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -72,14 +73,16 @@ def library_path() -> Path:
 
 
 def ensure_built() -> Path:
-    """The library's path; compiles it if it does not exist. Safe when several processes do so at once."""
+    """The library's path; compiles it if it does not exist. Of several processes one compiles, and the others wait."""
     target = library_path()
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = _compile_all(Path(scratch))
-        os.replace(built, target)
+    with target.parent.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                os.replace(_compile_all(Path(scratch)), target)
     return target
 
 
