@@ -402,7 +402,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     chat_choice: str | dict[str, Any]
     if kind == "tool" and isinstance(choice.get("name"), str):
         chat_choice = {"type": "function", "function": {"name": choice["name"]}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         chat_choice = _CHOICES[kind]
     else:
         raise InvalidRequest(
