@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, InvalidRequest
 from quire.observe.host import process_birth
 from quire.server.fine_tuning import endpoints
 from quire.server.fine_tuning import jobs as fine_tuning
@@ -77,10 +77,10 @@ def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
         ServerSettings(train_share=share)
 
 
-def new_job(**changes: object) -> Job:
+def new_job(owner: str = "", number: int = 1, **changes: object) -> Job:
     return Job(
-        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
-        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
+        id=f"ftjob-{number}", owner=owner, model=BASE, base=None, suffix=None, training_file="file-1",
+        validation_file=None, flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
     )  # fmt: skip
 
 
@@ -132,6 +132,25 @@ def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_p
         jobs.change(job, status)
     asyncio.run(jobs._look())
     assert started == [job, job]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"qlora": "\ud800"}, {"recompute": ["a"] * 100_000}, {"targets": ["\ud800"]}, {"targets": ["a" * 1000]},
+        {"targets": ["a"] * 1000}, {"targets": [["a"]]}, {"alpha": 10**30}, {"beta": float("inf")}, {"n_epochs": "3"},
+        {"n_epochs": True}, {"n_epochs": [3]}, {"schedule": ["cosine"]}, {"batch_size": 1.5},
+    ],
+)  # fmt: skip
+def test_hyperparameters_have_their_types_and_are_small(wrong):
+    with pytest.raises(InvalidRequest, match=r"^hyperparameters: .* cannot work: give"):
+        endpoints._flags("supervised", wrong, 0)
+
+
+def test_hyperparameters_may_be_whole_numbers_and_names():
+    given = {"targets": "all-linear", "learning_rate": 1, "qlora": None, "n_epochs": "auto", "r": 8}
+    flags = {"target-modules": "all-linear", "learning-rate": 1, "rank": 8, "method": "dpo", "seed": 3}
+    assert endpoints._flags("dpo", given, 3) == flags
 
 
 def test_jobs_train_and_are_served(start, tmp_path):
