@@ -137,6 +137,30 @@ def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_p
     assert started == [job, job]
 
 
+def test_a_killed_job_does_not_wait_for_the_memory_of_an_earlier_pause(tmp_path, monkeypatch):
+    free, started = [3 * 10**9], []
+    monkeypatch.setattr(fine_tuning, "memory_left", lambda: (free[0], 16 * 10**9))
+    killed = SimpleNamespace(pid=os.getpid(), poll=lambda: -signal.SIGKILL)
+    monkeypatch.setattr(fine_tuning.subprocess, "Popen", lambda *_, **__: started.append(1) or killed)
+    jobs, job = Jobs(tmp_path, 1, None), new_job(memory=3 * 10**9)
+    jobs.folder(job).mkdir()
+    jobs._jobs[job.id] = job
+    asyncio.run(jobs._look())
+    free[0] = 0
+    asyncio.run(jobs._look())
+    assert (job.status, len(started)) == (RUNNING, 2)
+
+
+def test_a_job_that_needs_more_memory_than_there_is_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "memory_left", lambda: (10**9, 16 * 10**9))
+    jobs, job = Jobs(tmp_path, 1, None), new_job(status=RUNNING)
+    jobs.folder(job).mkdir()
+    jobs.files(job).ended("stopped", "memory is short (0.5 of 16.0 GB left)", 17 * 10**9)
+    asyncio.run(jobs._take_result(job))
+    assert job.status == "failed"
+    assert "it needs 17.0 of 16.0 GB" in job.error
+
+
 def test_an_owner_has_so_many_open_jobs_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(fine_tuning, "MAX_OPEN", 2)
     (tmp_path / "data.jsonl").write_bytes(lines())

@@ -198,7 +198,7 @@ class Jobs:
     def _start(self, job: Job) -> None:
         folder = self.folder(job)
         self.files(job).begun()
-        job.num_starts += 1
+        job.num_starts, job.memory = job.num_starts + 1, 0
         command = [sys.executable, "-m", "quire", "finetune", str(folder / "training.jsonl")]
         command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
         if job.base is not None:
@@ -241,6 +241,9 @@ class Jobs:
             self._say(job, "The job has successfully completed")
         elif status == FAILED and result is not None:
             self._fail(job, str(result["error"]))
+        elif result is not None and result.get("memory", 0) > (total := memory_left()[1]):
+            needed = f"it needs {result['memory'] / 1e9:.1f} of {total / 1e9:.1f} GB"
+            self._fail(job, f"{result['error']}, and {needed}: use a smaller base, or qlora")
         elif result is not None and result.get("memory"):
             job.status, job.num_starts, job.memory = QUEUED, 0, result["memory"]
             needed = f"{job.memory / 1e9:.1f} GB are free"
