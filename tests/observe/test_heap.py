@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 import os
 import platform
-import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill_and_free() -> None:
-    """In this thread's arena; the last block stays, so that nothing is returned from the arena's end."""
+def grown() -> int:
+    """Fills and frees this thread's arena, and returns the size of the process in between.
+
+    The last block stays, so that nothing is returned from the arena's end.
+    """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -27,49 +30,45 @@ def fill_and_free() -> None:
     blocks = [libc.malloc(BLOCK) for _ in range(COUNT + 1)]
     for block in blocks[:-1]:
         ctypes.memset(block, 1, BLOCK)
+    size = resident()
+    for block in blocks[:-1]:
         libc.free(block)
+    return size
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
-def test_what_a_thread_freed_is_returned_after_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_thread_freed_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "LOOK_SECONDS", 0.01)
-    released, release_now = threading.Event(), heap.release_freed
-
-    def release() -> None:
-        release_now()
-        released.set()
-
-    monkeypatch.setattr(heap, "release_freed", release)
 
     async def run() -> tuple[int, int]:
-        freed = heap.FreedMemory()
-        await asyncio.to_thread(fill_and_free)
-        before = resident()
-        freed.request_ended()
-        assert await asyncio.to_thread(released.wait, 30)
+        watching = asyncio.create_task(heap.return_freed())
+        before = await asyncio.to_thread(grown)
+        deadline = time.monotonic() + 30
+        while before - resident() < BLOCK * COUNT // 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        watching.cancel()
         return before, resident()
 
     before, after = asyncio.run(run())
     assert before - after > BLOCK * COUNT // 2
 
 
-def test_memory_that_grows_again_and_again_is_released_with_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    delays, released, now = [], [], [0]
-    monkeypatch.setattr(heap, "_resident_bytes", lambda: now[0])
-    monkeypatch.setattr(heap, "release_freed", lambda: released.append(now[0]))
+def test_memory_in_use_is_looked_at_less_often_and_released_when_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # at the start; at a look and after it, in turn
+    sizes = [100, *(120, 120), *(300, 300), *(300, 300), *(300, 300), *(300, 110), *(90, 90), *(155, 90)]
+    pauses, released = [], []
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "call_later", lambda delay, _call: delays.append(delay))
-        monkeypatch.setattr(loop, "run_in_executor", lambda _executor, call: call())
-        freed = heap.FreedMemory()
-        for now[0] in (100 << 20, 200 << 20, 200 << 20, 200 << 20):
-            freed.request_ended()
-            freed.request_ended()
-            freed._look()
+    async def sleep(seconds: float) -> None:
+        if not sizes:
+            raise asyncio.CancelledError
+        pauses.append(seconds)
 
-    asyncio.run(run())
-    assert released == [100 << 20, 200 << 20]
-    first, rest = heap.LOOK_SECONDS, heap.REST_SECONDS
-    assert delays == [first, rest, rest, first]
-    assert rest > 1
+    monkeypatch.setattr(heap, "_resident_bytes", lambda: sizes.pop(0) << 20)
+    monkeypatch.setattr(heap, "release_freed", lambda: released.append(len(pauses)))
+    monkeypatch.setattr(heap.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(heap.return_freed())
+    assert released == [2, 3, 4, 5, 7]
+    assert pauses == [3, 3, 6, 12, 12, 3, 3]

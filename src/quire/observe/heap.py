@@ -12,8 +12,7 @@ from pathlib import Path
 # two of all objects, which the engine's process collects when it is idle.
 THRESHOLDS = (10_000, 10, 1_000)
 GROWN_BYTES = 64 << 20
-LOOK_SECONDS = 0.3  # delay from a request's end to the check of memory; requests that end meanwhile share it
-REST_SECONDS = 5.0  # between two releases
+LOOK_SECONDS, MAX_LOOK_SECONDS = 3.0, 12.0  # between two looks at the size of the process
 
 
 def freeze_heap() -> None:
@@ -29,41 +28,26 @@ def freeze_heap() -> None:
 def release_freed() -> None:
     """Returns memory that C's allocator holds after much was freed; glibc only.
 
-    Takes 10 ms after 35 MB and 170 ms after 580 MB, during which other threads may wait for an arena's lock.
+    The time grows with what was freed; meanwhile other threads may wait for an arena's lock.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
-class FreedMemory:
-    """One per process: returns what large requests freed to the system, once the process has grown by GROWN_BYTES.
+async def return_freed() -> None:
+    """While the process is larger by GROWN_BYTES than at its smallest, returns what was freed to the system.
 
-    glibc keeps it for the thread that freed it: a tokenizer takes 130 MB for a text of 1 MB, in one of many threads.
+    glibc keeps what large requests freed for the thread that freed it: a tokenizer takes 130 MB for a text of 1 MB, in
+    one of many threads. Runs until cancelled.
     """
-
-    def __init__(self) -> None:
-        self._least = _resident_bytes()  # since the last release
-        self._is_waiting = False
-
-    def request_ended(self) -> None:
-        """To be called in the event loop."""
-        if not self._is_waiting:
-            self._is_waiting = True
-            asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
-
-    def _look(self) -> None:
-        now = _resident_bytes()
-        self._least = min(self._least, now)
-        if now > self._least + GROWN_BYTES:
-            loop = asyncio.get_running_loop()
-            loop.run_in_executor(None, self._release)
-            loop.call_later(REST_SECONDS, self._look)
-        else:
-            self._is_waiting = False
-
-    def _release(self) -> None:
-        release_freed()
-        self._least = _resident_bytes()
+    least, pause = _resident_bytes(), LOOK_SECONDS
+    while True:
+        await asyncio.sleep(pause)
+        least = min(least, now := _resident_bytes())
+        if now > least + GROWN_BYTES:
+            await asyncio.to_thread(release_freed)
+        # what is still in use may be freed later
+        pause = min(2 * pause, MAX_LOOK_SECONDS) if _resident_bytes() > least + GROWN_BYTES else LOOK_SECONDS
 
 
 def _resident_bytes() -> int:

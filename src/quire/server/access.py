@@ -441,7 +441,6 @@ class RequestMiddleware:
             await response.fail(as_api_error(fault), scope, receive)
         finally:
             self._note(scope, context, response.status)
-            self._service.freed.request_ended()
 
     async def _authorized(
         self, scope: Scope, context: RequestContext, receive: Receive, response: "_Response"

@@ -15,7 +15,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
-from quire.observe.heap import FreedMemory
+from quire.observe.heap import return_freed
 from quire.server.access import RequestContext, context_of
 from quire.server.connection import TextLimit
 from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
@@ -57,7 +57,7 @@ class Service:
         self.traces = open_traces(settings.otlp_traces_endpoint)
         self.retrieval = LazyRetrieval(self)
         self.draining = False
-        self.freed = FreedMemory()
+        self._freeing: asyncio.Task[None] | None = None
         self._aliases = settings.aliases
 
     @classmethod
@@ -81,9 +81,12 @@ class Service:
                     f"{', '.join(self.names)}"
                 )
         await self.retrieval.resume()
+        self._freeing = asyncio.create_task(return_freed())
 
     async def close(self) -> None:
         """After the last request: ends the engines and template workers, and sends the last traces."""
+        if self._freeing is not None:
+            self._freeing.cancel()
         await self.retrieval.close()
         await self.models.close()
         if self.traces is not None:
