@@ -46,7 +46,7 @@ _REFUSED = {
 }
 
 
-class _Ask(BaseModel):
+class _OllamaRequest(BaseModel):
     model: str
     stream: bool = True
     format: str | dict[str, Any] | None = None
@@ -55,12 +55,12 @@ class _Ask(BaseModel):
     keep_alive: float | str | None = None
 
 
-class ChatAsk(_Ask):
+class OllamaChat(_OllamaRequest):
     messages: Many[dict[str, Any]] = []
     tools: Many[dict[str, Any]] | None = None
 
 
-class GenerateAsk(_Ask):
+class OllamaGenerate(_OllamaRequest):
     prompt: str = ""
     system: str | None = None
     images: Many[str] | None = None
@@ -70,7 +70,7 @@ class GenerateAsk(_Ask):
     context: Many[int] | None = None
 
 
-class EmbedAsk(BaseModel):
+class OllamaEmbed(BaseModel):
     model: str
     input: str | Many[str] = ""
     prompt: str | None = None  # of the older /api/embeddings
@@ -80,7 +80,7 @@ class EmbedAsk(BaseModel):
     keep_alive: float | str | None = None
 
 
-class ModelAsk(BaseModel):
+class OllamaModel(BaseModel):
     model: str | None = None
     name: str | None = None  # older clients
     verbose: bool = False
@@ -90,7 +90,7 @@ def ollama_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["ollama"])
 
     @router.post("/api/chat")
-    async def chat(body: ChatAsk, request: Request) -> Response:
+    async def chat(body: OllamaChat, request: Request) -> Response:
         """Answers a conversation."""
         if not body.messages:
             return _loaded(service, body.model, {"message": {"role": "assistant", "content": ""}})
@@ -98,7 +98,7 @@ def ollama_router(service: Service) -> APIRouter:
         return await _answer(service, request, fields, body, is_chat=True)
 
     @router.post("/api/generate")
-    async def generate(body: GenerateAsk, request: Request) -> Response:
+    async def generate(body: OllamaGenerate, request: Request) -> Response:
         """Answers one prompt, in the model's chat template."""
         for name, instead in _REFUSED.items():
             if getattr(body, name):
@@ -111,7 +111,7 @@ def ollama_router(service: Service) -> APIRouter:
         return await _answer(service, request, fields, body, is_chat=False)
 
     @router.post("/api/embed")
-    async def embed(body: EmbedAsk, request: Request) -> Response:
+    async def embed(body: OllamaEmbed, request: Request) -> Response:
         """One vector for each text."""
         vectors, num_tokens, model, seconds = await _embedded(service, body, request)
         return JsonReply(
@@ -125,7 +125,7 @@ def ollama_router(service: Service) -> APIRouter:
         )
 
     @router.post("/api/embeddings")
-    async def embeddings(body: EmbedAsk, request: Request) -> Response:
+    async def embeddings(body: OllamaEmbed, request: Request) -> Response:
         """The older form: one prompt, one vector."""
         single = body.model_copy(update={"input": body.prompt or body.input})
         return JsonReply({"embedding": (await _embedded(service, single, request))[0][0]})
@@ -146,7 +146,7 @@ def ollama_router(service: Service) -> APIRouter:
         return JsonReply({"models": models})
 
     @router.post("/api/show")
-    async def show(body: ModelAsk) -> Response:
+    async def show(body: OllamaModel) -> Response:
         """What a model is, and what it can do."""
         name = body.model or body.name or ""
         shown = dict(_served(service)).get(_plain(service, name))
@@ -172,7 +172,7 @@ def _plain(service: Service, name: str) -> str:
     return name.removesuffix(":latest") if name not in known else name
 
 
-def _fields(service: Service, body: _Ask) -> dict[str, Any]:
+def _fields(service: Service, body: _OllamaRequest) -> dict[str, Any]:
     options = body.options or {}
     fields = {chats: options[theirs] for theirs, chats in _OPTIONS.items() if options.get(theirs) is not None}
     if isinstance(fields.get("max_tokens"), int) and fields["max_tokens"] < 0:
@@ -230,7 +230,7 @@ def _call(call: Any, call_id: str) -> dict[str, Any]:
 
 
 async def _answer(
-    service: Service, request: Request, fields: dict[str, Any], body: _Ask, is_chat: bool
+    service: Service, request: Request, fields: dict[str, Any], body: _OllamaRequest, is_chat: bool
 ) -> Response:
     reply = await translated_chat(service, request, fields, _NAMES)
     builder = AnswerBuilder(body.model, is_chat)
@@ -240,7 +240,9 @@ async def _answer(
     return JsonReply(builder.whole)
 
 
-async def _embedded(service: Service, body: EmbedAsk, request: Request) -> tuple[list[Any], int, str, float]:
+async def _embedded(
+    service: Service, body: OllamaEmbed, request: Request
+) -> tuple[list[Any], int, str, float]:
     """(vectors, tokens, the model's name, seconds)."""
     began = time.perf_counter()
     encoder = await encoder_with_room(service, _plain(service, body.model), EMBEDDINGS)
