@@ -53,22 +53,20 @@ def test_what_a_thread_freed_is_returned(monkeypatch: pytest.MonkeyPatch) -> Non
     assert before - after > BLOCK * COUNT // 2
 
 
-def test_memory_in_use_is_looked_at_less_often_and_released_when_it_is_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # at the start; at a look and after it, in turn
-    sizes = [100, *(120, 120), *(300, 300), *(300, 300), *(300, 300), *(300, 110), *(90, 90), *(155, 90)]
-    pauses, released = [], []
+def test_memory_in_use_at_a_release_is_returned_by_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # at the start, at each look, and after each release
+    sizes = [100, 120, *(300, 290), 350, *(360, 310), 320, 320, *(320, 110), 90, *(160, 80)]
+    looks, released = [], []
 
     async def sleep(seconds: float) -> None:
         if not sizes:
             raise asyncio.CancelledError
-        pauses.append(seconds)
+        looks.append(seconds)
 
+    monkeypatch.setattr(heap, "LOOKS_AGAIN", 3)
     monkeypatch.setattr(heap, "_resident_bytes", lambda: sizes.pop(0) << 20)
-    monkeypatch.setattr(heap, "release_freed", lambda: released.append(len(pauses)))
+    monkeypatch.setattr(heap, "release_freed", lambda: released.append(len(looks)))
     monkeypatch.setattr(heap.asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(heap.return_freed())
-    assert released == [2, 3, 4, 5, 7]
-    assert pauses == [3, 3, 6, 12, 12, 3, 3]
+    assert released == [2, 4, 7, 9]

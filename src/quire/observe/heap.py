@@ -12,7 +12,8 @@ from pathlib import Path
 # two of all objects, which the engine's process collects when it is idle.
 THRESHOLDS = (10_000, 10, 1_000)
 GROWN_BYTES = 64 << 20
-LOOK_SECONDS, MAX_LOOK_SECONDS = 3.0, 12.0  # between two looks at the size of the process
+LOOK_SECONDS = 0.5  # between two looks at the size of the process
+LOOKS_AGAIN = 20  # after a release, until memory that was in use then is looked for
 
 
 def freeze_heap() -> None:
@@ -35,19 +36,20 @@ def release_freed() -> None:
 
 
 async def return_freed() -> None:
-    """While the process is larger by GROWN_BYTES than at its smallest, returns what was freed to the system.
+    """Returns freed memory to the system each time the process has grown by GROWN_BYTES. Runs until cancelled.
 
     glibc keeps what large requests freed for the thread that freed it: a tokenizer takes 130 MB for a text of 1 MB, in
-    one of many threads. Runs until cancelled.
+    one of many threads. What was in use at a release is returned by a later one.
     """
-    least, pause = _resident_bytes(), LOOK_SECONDS
+    least = released = _resident_bytes()
+    looks = 0
     while True:
-        await asyncio.sleep(pause)
-        least = min(least, now := _resident_bytes())
-        if now > least + GROWN_BYTES:
+        await asyncio.sleep(LOOK_SECONDS)
+        now, looks = _resident_bytes(), looks + 1
+        least, released = min(least, now), min(released, now)
+        if now > (least if looks >= LOOKS_AGAIN else released) + GROWN_BYTES:
             await asyncio.to_thread(release_freed)
-        # what is still in use may be freed later
-        pause = min(2 * pause, MAX_LOOK_SECONDS) if _resident_bytes() > least + GROWN_BYTES else LOOK_SECONDS
+            released, looks = _resident_bytes(), 0
 
 
 def _resident_bytes() -> int:
