@@ -98,6 +98,20 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
         assert torch.equal(product(encoded, x[:num_rows]), together[:num_rows])
 
 
+@pytest.mark.parametrize("num_columns", [576, 1536, 2144])
+@pytest.mark.parametrize("name", ["gguf-q4_1", "gguf-q8_0", "int4-g32", "nf4-b32", "int8-channel"])
+def test_a_row_of_nan_stays_nan_on_every_set(name: str, num_columns: int) -> None:
+    """Otherwise the engine would not find logits that are not finite."""
+    encoded = packed(name, 48, num_columns)
+    x = rows_of_x(20, num_columns)
+    x[[0, 7]] = torch.nan
+    for isa in native.usable_isas():
+        native.select_isa(isa)
+        lost = product(encoded, x).isnan()
+        assert lost[[0, 7]].all(), isa
+        assert lost.sum() == 2 * 48, isa
+
+
 @pytest.mark.parametrize("name", ["gguf-q4_1", "gguf-q6_k", "int4-g128z", "nf4-b64n"])
 def test_gate_and_up_are_fused_with_the_same_numbers(name: str) -> None:
     encoded = packed(name, 96, 768)
