@@ -324,6 +324,24 @@ def test_damaged_states_of_bitsandbytes_are_named(tmp_path: Path, change: Any) -
     refused(folder, MODULE, "again", error=WeightsError)
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e9])
+@pytest.mark.parametrize("quantization", ["int4", "nf4", "fp4", "int8"])
+def test_weights_that_scales_cannot_hold_are_named_and_not_cached(
+    tmp_path: Path, empty_cache: Path, quantization: str, value: float
+) -> None:
+    save(tmp_path, llama(hidden_size=128, intermediate_size=256, num_attention_heads=4))
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(path)
+    weights[name][3, 5] = value
+    save_file(weights, path, metadata={"format": "pt"})
+    if value == 1e9 and quantization != "int4":  # whose scales are float16
+        assert logits_of(loaded(tmp_path, quantization, "auto"), [1, 2, 3]).isfinite().all()
+        return
+    for _ in range(2):
+        with pytest.raises(WeightsError, match=rf"{name} .*row 3 holds NaN"):
+            loaded(tmp_path, quantization, "auto")
+
+
 @pytest.mark.parametrize("groups", [[1], {"group_0": "text"}])
 def test_damaged_groups_of_compressed_tensors_are_named(tmp_path: Path, groups: Any) -> None:
     folder = altered(tmp_path, "ct-w4a16", config_groups=groups)
