@@ -268,17 +268,17 @@ class _Sized(NumberFormat):
     def table(self, encoded: Encoded) -> Encoded | None:
         return self._real.table(encoded)
 
-    @property
-    def table_scheme(self) -> Scheme | None:
-        return self._real.table_scheme
+    def table_scheme(self, num_columns: int) -> Scheme | None:
+        return self._real.table_scheme(num_columns)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         if isinstance(self._real, LlmInt8):
             return _SizedLlmInt8(num_rows, num_columns, CPU)
         if isinstance(self._real, Int8):
             return _SizedInt8(num_rows, num_columns, CPU)
-        if isinstance(self._real, EncodedFormat):
-            return self._real.head(num_rows, num_columns)
+        real = self._real.of_head.on(META) if isinstance(self._real, Fp8) else self._real
+        if isinstance(real, EncodedFormat):
+            return real.head(num_rows, num_columns)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, META, self.gemm)
 
 
