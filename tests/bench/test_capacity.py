@@ -126,6 +126,40 @@ def test_an_8b_model_on_an_h200_has_the_known_floor(tmp_path):
     assert floor.cost_per_million(3.6) == pytest.approx(0.001 / floor.tokens_per_second * 1e6)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "gigabytes", "embedding", "head"),
+    [("int4", 4.65, "int8-channel", "int8-channel"), ("nf4", 4.76, "int8-channel", "int8-channel"),
+     ("int8", 8.04, "int8-channel", "int8-channel"), ("fp8", 8.56, "bfloat16", "int8-channel")],
+)  # fmt: skip
+def test_an_8b_model_is_counted_as_a_gpu_that_is_not_here_keeps_it(
+    tmp_path, quantization, gigabytes, embedding, head
+):
+    folder = str(write_model(tmp_path / "model", **LLAMA_8B))
+    config = EngineConfig.of(model=folder, quantization=quantization)
+    weights = plan_capacity(
+        config, open_source(folder, load_format="dummy"), device_of(find_gpu("h200"))
+    ).weights
+    assert weights.num_bytes == pytest.approx(gigabytes * 1e9, rel=0.002)
+    schemes = {group.part: group.scheme for group in weights.groups}
+    assert (schemes["embedding"], schemes["head"]) == (embedding, head)
+    assert weights.read_parameters == weights.num_parameters - 128256 * 4096
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_every_architecture_reads_as_many_weights_in_any_format_of_a_gpu(tmp_path, variant, quantization):
+    folder = str(write_model(tmp_path / "model", **VARIANTS[variant]))
+    source = open_source(folder, load_format="dummy")
+    low, full = (
+        plan_capacity(
+            EngineConfig.of(model=folder, quantization=name), source, device_of(find_gpu("h200"))
+        ).weights
+        for name in (quantization, "none")
+    )
+    assert low.read_parameters == full.read_parameters
+    assert low.num_bytes - low.read_bytes <= full.num_bytes - full.read_bytes
+
+
 def test_planning_takes_no_memory_for_weights(tmp_path):
     folder = str(
         write_model(tmp_path / "model", **{**LLAMA_8B, "num_hidden_layers": 80, "hidden_size": 8192})

@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 BLOCKS = ("gguf-q4_0", "gguf-q4_1", "gguf-q8_0", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k")
 MADE = ("int4-g32", "int4-g64z", "int4-g128", "int4-g128z", "nf4-b64", "nf4-b64n", "fp4-b64n", "fp4bnb-b64")
 MADE += ("int8-channel", "int8-1x128", "int8-128x128")
-SHAPES = ((48, 512), (37, 1536), (160, 768))
+# the last two: more than the 64 steps that are rounded at a time, with and without a remainder of four
+SHAPES = ((48, 512), (37, 1536), (160, 768), (37, 2144), (37, 2304))
+SHAPED = [(name, shape) for name in BLOCKS + MADE for shape in SHAPES if named(name).fits(shape[1])]
 HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 
@@ -69,13 +71,12 @@ def product(
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", BLOCKS + MADE)
+@pytest.mark.parametrize(("name", "shape"), SHAPED)
 def test_products_are_those_of_the_decoded_weight_on_every_set(name: str, shape: tuple[int, int]) -> None:
     encoded, weight = packed(name, *shape), random_rows(name, *shape).decode()
     torch.testing.assert_close(encoded.decode(), weight, rtol=1e-6, atol=1e-7)
     bias = torch.randn(shape[0])
-    for num_rows in (1, 2, 3, 13, 80):
+    for num_rows in (1, 2, 3, 13, 19, 21, 80):  # six at a time: remainders of 1, 2 and 3
         x, residual = rows_of_x(num_rows, shape[1]), torch.randn(num_rows, shape[0] + 3)[:, : shape[0]]
         right = (rounded(x).double() @ weight.double().T + bias + residual).float()
         native.select_isa(native.usable_isas()[0])
@@ -96,6 +97,20 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
         assert torch.equal(product(encoded, x[row : row + 1])[0], together[row])
     for num_rows in (4, 5, 16, 17):  # where kernels change
         assert torch.equal(product(encoded, x[:num_rows]), together[:num_rows])
+
+
+@pytest.mark.parametrize("num_columns", [576, 1536, 2144])
+@pytest.mark.parametrize("name", ["gguf-q4_1", "gguf-q8_0", "int4-g32", "nf4-b32", "int8-channel"])
+def test_a_row_of_nan_stays_nan_on_every_set(name: str, num_columns: int) -> None:
+    """Otherwise the engine would not find logits that are not finite."""
+    encoded = packed(name, 48, num_columns)
+    x = rows_of_x(20, num_columns)
+    x[[0, 7]] = torch.nan
+    for isa in native.usable_isas():
+        native.select_isa(isa)
+        lost = product(encoded, x).isnan()
+        assert lost[[0, 7]].all(), isa
+        assert lost.sum() == 2 * 48, isa
 
 
 @pytest.mark.parametrize("name", ["gguf-q4_1", "gguf-q6_k", "int4-g128z", "nf4-b64n"])

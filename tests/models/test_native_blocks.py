@@ -75,7 +75,10 @@ def test_blocks_stay_as_they_are_and_a_tied_table_is_kept_once(
     assert model.recordable
     assert not list(empty_cache.rglob("*.safetensors")), "blocks need no converted copy"
     kept = sum(tensor.nbytes for tensor in model.parameters().values())
-    assert kept == weight_shape(config, factory.number_format, source.encodings).num_bytes
+    sized = weight_shape(config, factory.number_format, source.encodings)
+    assert kept == sized.num_bytes
+    table = sum(t.nbytes for name, t in model.parameters().items() if name.startswith("embedding"))
+    assert sized.read_bytes == kept - (0 if tied else table), "a tied table is read as the head"
     stored = sum(
         weight.num_bytes if isinstance(weight, Encoded) else weight.nbytes for _, weight in source.tensors()
     )

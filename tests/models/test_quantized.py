@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,87 @@ def test_cut_blocks_and_missing_tensors_are_named(tmp_path: Path) -> None:
     folder = altered(tmp_path / "4", "gptq")
     rewrite(folder, scales=torch.ones(3, 128).half())
     refused(folder, f"{MODULE}: 3 groups do not divide 128 columns")
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten().clone()
+
+
+def shorter(tensor: Tensor) -> Tensor:
+    return tensor[:-1].clone()
+
+
+def none_of(tensor: Tensor) -> Tensor:
+    return tensor[:0].clone()
+
+
+def of_nan(tensor: Tensor) -> Tensor:
+    return torch.full(tensor.shape, torch.nan).to(tensor.dtype)
+
+
+def missing(tensor: Tensor) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "change", "said"),
+    [("bnb-nf4", "weight.absmax", shorter, "invalid for input"), ("bnb-nf4", "weight.absmax", missing, "missing"),
+     ("bnb-nf4-nested", "weight.absmax", shorter, "invalid for input"),
+     ("bnb-nf4-nested", "weight.nested_absmax", none_of, "0 scales where 1 are needed"),
+     ("bnb-int8", "weight", flat, "values to unpack"), ("bnb-int8", "SCB", shorter, "its scales"),
+     ("gptq", "scales", flat, "IndexError"), ("gptq", "qweight", flat, "IndexError"),
+     ("gptq", "qzeros", missing, "qzeros is missing"),
+     ("gptq", "scales", lambda scales: torch.full_like(scales.float(), 1e9), "scale of 1000000000.0"),
+     ("ct-w4a16", "weight_shape", missing, "weight_shape is missing"),
+     ("ct-w4a16", "weight_shape", lambda _: torch.tensor([1, 2, 3]), "values to unpack"),
+     ("ct-w4a16", "weight_scale", lambda _: torch.tensor(1.0), "IndexError"),
+     ("ct-fp8-block", "weight_scale", none_of, "RuntimeError"), ("ct-fp8-dynamic", "weight", of_nan, "holds NaN")],
+)  # fmt: skip
+def test_damaged_tensors_are_named(
+    tmp_path: Path, name: str, suffix: str, change: Callable[[Tensor], Tensor | None], said: str
+) -> None:
+    folder = altered(tmp_path, name)
+    rewrite(folder, **{suffix: change(load_file(folder / "model.safetensors")[f"{MODULE}.{suffix}"])})
+    refused(folder, MODULE, said, "again", error=WeightsError)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"nested_offset": None}, {"nested_offset": torch.nan}, {"blocksize": "x"}, {"shape": ["a", "b"]}, [1, 2], 5],
+)  # fmt: skip
+def test_damaged_states_of_bitsandbytes_are_named(tmp_path: Path, change: Any) -> None:
+    folder = altered(tmp_path, "bnb-nf4-nested")
+    suffix = "weight.quant_state.bitsandbytes__nf4"
+    state = load_file(folder / "model.safetensors")[f"{MODULE}.{suffix}"]
+    if isinstance(change, dict):
+        merged = json.loads(bytes(state.tolist())) | change
+        change = {key: value for key, value in merged.items() if value is not None}
+    rewrite(folder, **{suffix: torch.tensor(list(json.dumps(change).encode()), dtype=torch.uint8)})
+    refused(folder, MODULE, "again", error=WeightsError)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e9])
+@pytest.mark.parametrize("quantization", ["int4", "nf4", "fp4", "int8"])
+def test_weights_that_scales_cannot_hold_are_named_and_not_cached(
+    tmp_path: Path, empty_cache: Path, quantization: str, value: float
+) -> None:
+    save(tmp_path, llama(hidden_size=128, intermediate_size=256, num_attention_heads=4))
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(path)
+    weights[name][3, 5] = value
+    save_file(weights, path, metadata={"format": "pt"})
+    if value == 1e9 and quantization != "int4":  # whose scales are float16
+        assert logits_of(loaded(tmp_path, quantization, "auto"), [1, 2, 3]).isfinite().all()
+        return
+    for _ in range(2):
+        with pytest.raises(WeightsError, match=rf"{name} .*row 3 holds NaN"):
+            loaded(tmp_path, quantization, "auto")
+
+
+@pytest.mark.parametrize("groups", [[1], {"group_0": "text"}])
+def test_damaged_groups_of_compressed_tensors_are_named(tmp_path: Path, groups: Any) -> None:
+    folder = altered(tmp_path, "ct-w4a16", config_groups=groups)
+    refused(folder, "quantization_config: damaged", "again", error=WeightsError)
 
 
 # ---------------------------------------------------------------------- LLM.int8 in a model

@@ -1,9 +1,13 @@
 """Number formats: loaded piecewise, close to float, the same bits alone and in a batch, kept without copies."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
+from quire.kernels import native
+from quire.quant import schemes
 from quire.quant.choice import choose_format
 from quire.quant.format import Matrix
 
@@ -74,9 +78,27 @@ def test_int8_is_the_default_on_the_cpu_and_a_named_type_means_full_precision() 
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"quantization": "int3"}, {"dtype": "float16", "quantization": "int8"}],
-)
-def test_formats_that_cannot_be_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="int"):
-        choose_format("cpu", **wrong)
+    ("isa", "device", "quantized", "chosen"),
+    [("avx512", "cpu", "gguf", "checkpoint"), ("amx", "cpu", "gguf", "int8"), ("amx", "cpu", "awq", "checkpoint"),
+     ("avx512", "cpu", "", "int8"), ("amx", "meta", "gguf", "checkpoint"), ("amx", "meta", "", "bfloat16")],
+)  # fmt: skip
+def test_auto_keeps_what_a_checkpoint_has_but_ggufs_blocks_with_amx(
+    monkeypatch: pytest.MonkeyPatch, isa: str, device: str, quantized: str, chosen: str
+) -> None:
+    """On "meta", which stands for a GPU that is not here, too. Small GGUF files do not say that they are quantized."""
+    monkeypatch.setattr(native, "isa", lambda: isa)
+    monkeypatch.setattr(schemes, "serves_cpu", lambda: True)
+    found = choose_format(device, checkpoint_dtype="bfloat16", quantized=quantized)
+    assert found.name.startswith(chosen)
+
+
+@pytest.mark.parametrize(
+    ("device", "wrong", "said"),
+    [("cpu", {"quantization": "int3"}, "'int3' is not known"),
+     ("cpu", {"dtype": "float16", "quantization": "int8"}, "computes in float32"),
+     ("cpu", {"quantization": "fp8"}, "needs a GPU"), ("cuda", {"quantization": "llm-int8"}, "on the CPU only"),
+     ("cuda", {"quantization": "int4", "deterministic": True}, "no deterministic GEMMs")],
+)  # fmt: skip
+def test_formats_that_cannot_be_are_refused(device: str, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose_format(device, **wrong)

@@ -8,6 +8,7 @@ import transformers
 
 from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, floats
+from quire.weights import gguf as gguf_source
 from quire.weights.gguf import GgufSource, hugging_face_name, llama3_divisors
 from quire.weights.gguf_file import TENSOR_TYPES, GgufFile
 from tests.weights.gguf_writing import LLAMA_KEYS, bare_llama, gguf_name, permuted, write
@@ -295,6 +296,18 @@ def test_blocks_of_known_kinds_stay_in_the_bytes_of_the_file(tmp_path: Path, kin
     assert found.scheme == source.encodings["lm_head.weight"].scheme
     assert found.parts["blocks"].flatten().tolist() == raw.flatten().tolist()
     assert found.bits == source.min_bits == 8 * size / block
+
+
+@pytest.mark.parametrize(("limit", "large"), [(54, True), (55, False)])
+def test_only_files_with_many_bytes_in_blocks_say_that_they_are_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, large: bool
+) -> None:
+    """`limit`: in place of 512 MiB, of a file with 54 bytes in blocks."""
+    assert gguf_source._LARGE == 512 << 20
+    monkeypatch.setattr(gguf_source, "_LARGE", limit)
+    raw = {"output.weight": (np.zeros((3, 18), dtype=np.uint8), gguf.GGMLQuantizationType.Q4_0)}
+    source = GgufSource(bare_llama(tmp_path / "m.gguf", tensors={}, raw=raw))
+    assert ("quantization_config" in source.config) == large
 
 
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:

@@ -245,11 +245,6 @@ def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: in
 
 def _precision(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
     """Resolved on torch's "meta" device for a GPU that is absent: neither has the CPU's own formats."""
-    asked = config.model.quantization
-    if device.on_gpu and asked in ("int8", "llm-int8"):
-        raise ConfigError(
-            f"quantization={asked!r} runs on the CPU only so far: use quantization='int4' or 'none' on a GPU"
-        )
     runner = replace(config.runner, device="meta" if device.on_gpu else "cpu")
     return resolve_precision(replace(config, runner=runner), model)
 

@@ -80,8 +80,8 @@ class TokenEmbedding(Adaptable):
             if self._encoded is not None:
                 return
         tensor = floats(weight)
-        scheme = self._format.table_scheme
-        if scheme is not None and not self._first_row and scheme.fits(self._shape[1]):
+        scheme = self._format.table_scheme(self._shape[1])
+        if scheme is not None and not self._first_row:
             if tensor.device.type == "meta":
                 self._encoded = Encoded.empty(scheme, self._shape)
             else:

@@ -27,7 +27,8 @@ from quire.weights.cut import cut_weight
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
-ENCODED = "embedding/0:"  # how parameters name a token table that stays encoded
+TOKENS = ("embedding/0:", "tokens/0:")  # how parameters name a token table that stays encoded
+_ENCODED = (*TOKENS, "positions/0:", "types/0:", "encoder_positions/0:", "decoder_positions/0:")
 EMBEDDING, HEAD, VECTORS, CROSS = "embedding", "head", "norms and biases", "cross-attention"
 PARTS = {  # what the layers that models name so belong to, in the order of reports
     "qkv": "attention", "output": "attention", "cross_query": CROSS, "cross_kv": CROSS, "cross_output": CROSS,
@@ -109,7 +110,7 @@ def weight_shape(
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
     experts = _experts(built, loaders, parameters)
     read_bytes = sum(tensor.nbytes for name, tensor in parameters.items() if name not in gathered)
-    read_parameters = num_parameters - _gathered_once(parameters, gathered, model)
+    read_parameters = num_parameters - _gathered_once(parameters, model)
     if experts is not None:
         read_bytes -= round((1 - experts.share(1)) * experts.num_bytes)
         read_parameters -= experts.idle_parameters
@@ -230,25 +231,22 @@ def sized_model(
 
 def _gathered(parameters: Mapping[str, Tensor], model: ModelConfig, shares_head: bool) -> set[str]:
     """Tables that are read row by row: token and position embeddings, but not one that is the head as well."""
-    tables = {
-        name: tensor
+    tied = model.tie_word_embeddings and shares_head
+    return {
+        name
         for name, tensor in parameters.items()
-        if name.endswith("/table") or name.startswith(ENCODED)
+        if (name.endswith("/table") and not (tied and tensor.shape[0] == model.vocab_size))
+        or (name.startswith(_ENCODED) and not (tied and name.startswith(TOKENS)))
     }
-    if model.tie_word_embeddings and shares_head:
-        tables = {name: tensor for name, tensor in tables.items() if tensor.shape[0] != model.vocab_size}
-    return set(tables)
 
 
-def _gathered_once(parameters: Mapping[str, Tensor], gathered: set[str], model: ModelConfig) -> int:
+def _gathered_once(parameters: Mapping[str, Tensor], model: ModelConfig) -> int:
     """Parameters that no product reads. A tied table counts once in the checkpoint, and the head does read it."""
-    sizes = {
-        name: model.vocab_size * model.hidden_size if name.startswith(ENCODED) else parameters[name].numel()
-        for name in gathered
-    }
-    if model.tie_word_embeddings:
-        sizes = {name: size for name, size in sizes.items() if parameters[name].shape[0] != model.vocab_size}
-    return sum(sizes.values())
+    return sum(
+        model.vocab_size * model.hidden_size if name.startswith(TOKENS) else parameters[name].numel()
+        for name in _gathered(parameters, model, shares_head=True)
+        if name.endswith("/table") or name.rpartition(":")[2] in MAIN
+    )
 
 
 class _Sized(NumberFormat):
@@ -270,17 +268,17 @@ class _Sized(NumberFormat):
     def table(self, encoded: Encoded) -> Encoded | None:
         return self._real.table(encoded)
 
-    @property
-    def table_scheme(self) -> Scheme | None:
-        return self._real.table_scheme
+    def table_scheme(self, num_columns: int) -> Scheme | None:
+        return self._real.table_scheme(num_columns)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         if isinstance(self._real, LlmInt8):
             return _SizedLlmInt8(num_rows, num_columns, CPU)
         if isinstance(self._real, Int8):
             return _SizedInt8(num_rows, num_columns, CPU)
-        if isinstance(self._real, EncodedFormat):
-            return self._real.head(num_rows, num_columns)
+        real = self._real.of_head.on(META) if isinstance(self._real, Fp8) else self._real
+        if isinstance(real, EncodedFormat):
+            return real.head(num_rows, num_columns)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, META, self.gemm)
 
 

@@ -82,7 +82,7 @@ def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:
 def _int8(device: torch.device, dtype: str, quantization: str) -> NumberFormat:
     if device.type != "cpu":
         raise ConfigError(
-            f"quantization={quantization!r} runs on the CPU only, not on {device.type}: choose none, int4 or nf4"
+            f"quantization={quantization!r} runs on the CPU only: choose none, int8, int4 or nf4"
         )
     if dtype not in ("auto", "float32"):
         raise ConfigError(

@@ -131,8 +131,16 @@ class Encoded:
 
     @classmethod
     def of(cls, scheme: Scheme, rows: Tensor) -> "Encoded":
-        """Encodes float rows."""
-        return cls(scheme, scheme.encode(rows), (rows.shape[0], rows.shape[1]))
+        """Encodes float rows; WeightsError if a scale is not finite."""
+        encoded = cls(scheme, scheme.encode(rows), (rows.shape[0], rows.shape[1]))
+        scales = [part for part in encoded.parts.values() if part.dtype in SCALE_DTYPES]
+        if not isinstance(scheme, Plain) and not all(bool(part.isfinite().all()) for part in scales):
+            row = int(rows.abs().amax(1).argmax())  # of NaN, if there is one: no number is larger
+            raise WeightsError(
+                f"row {row} holds NaN, infinity or a value too large for scales of {scheme.name}: use an undamaged "
+                "copy of the model, or quantization none"
+            )
+        return encoded
 
     @classmethod
     def empty(cls, scheme: Scheme, shape: tuple[int, int], device: str | torch.device = "meta") -> "Encoded":

@@ -13,7 +13,7 @@ from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
 from quire.quant.scaled import Scaled
-from quire.quant.schemes import OPERATION, Packed, from_parameters, pack, parameter_names, serves_cpu
+from quire.quant.schemes import Packed, from_parameters, pack, parameter_names, serves_cpu, serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +262,16 @@ class LowBit(EncodedFormat):
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         """int8 per channel on a GPU: a head is large, and eight bits change logits little."""
-        kernel = choose(OPERATION, self._device) if self._device.type == "cuda" else None
-        if kernel is not None and kernel.serves(INT8.name, num_rows, num_columns, self.activation_dtype):
+        if self.table_scheme(num_columns) is not None:
             return EncodedMatrix(num_rows, num_columns, self, INT8)
         return super().head(num_rows, num_columns)
 
-    @property
-    def table_scheme(self) -> Scheme | None:
-        return INT8 if self._device.type == "cuda" else None
+    def table_scheme(self, num_columns: int) -> Scheme | None:
+        """The head's, which may be tied to the table."""
+        if self._device.type == "cpu":
+            return None
+        kernel = serving(INT8.name, (1, num_columns), self._device, self.activation_dtype)
+        return INT8 if kernel is not None else None
 
     def scheme(self, num_columns: int) -> Scheme | None:
         return next((scheme for scheme in self._schemes if scheme.fits(num_columns)), None)

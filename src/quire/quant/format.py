@@ -131,8 +131,7 @@ class NumberFormat(ABC):
         """An embedding table, which the output head may share, as it stays encoded; None: it is decoded."""
         return None
 
-    @property
-    def table_scheme(self) -> Scheme | None:
+    def table_scheme(self, num_columns: int) -> Scheme | None:
         """Of an embedding table that comes as floats; None: it stays floats."""
         return None
 

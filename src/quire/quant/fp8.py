@@ -11,7 +11,6 @@ from quire.kernels import choose
 from quire.kernels.registry import load
 from quire.quant.encoded_matrix import LowBit
 from quire.quant.format import Matrix, NumberFormat, check_state
-from quire.quant.full import FullMatrix
 
 FEW_TOKENS = 8
 ALIGNED = 16  # rows and columns of a GEMM are multiples of this
@@ -103,9 +102,11 @@ class Fp8(NumberFormat):
         return Fp8Matrix(num_rows, num_columns, self.activation_dtype, self._device)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
-        """int8 per channel on a GPU, as int4 has it, and activations are not rounded: float8 has fewer bits."""
-        if self._device.type != "cuda":
-            return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)
+        return self.of_head.head(num_rows, num_columns)
+
+    @property
+    def of_head(self) -> LowBit:
+        """int8 per channel, as int4 has it, and activations are not rounded: float8 has fewer bits."""
         low = LowBit(self.name, (), self.activation_dtype, self._device)
         low.gemm = self.gemm
-        return low.head(num_rows, num_columns)
+        return low

@@ -71,7 +71,18 @@ def prefers_blocks(device: torch.device) -> bool:
     """Whether GGUF's blocks are the default. With AMX, int8 per channel is several times faster in prefill."""
     if device.type == "cpu":
         return serves_cpu() and native.isa() != "amx"
-    return device.type == "cuda" and choose(OPERATION, device).serves("gguf-q4_0", 128, 128, torch.bfloat16)
+    return serving("gguf-q4_0", (128, 128), device, torch.bfloat16) is not None
+
+
+def serving(
+    scheme: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> ModuleType | None:
+    """The kernel that multiplies by such rows; "meta" stands for a GPU that is not here."""
+    if device.type == "meta":
+        kernel = load(OPERATION, "cuda")
+        return kernel if kernel.fits(scheme, *shape, dtype) else None
+    kernel = choose(OPERATION, device)
+    return kernel if kernel.serves(scheme, *shape, dtype) else None
 
 
 def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:
@@ -79,9 +90,9 @@ def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:
 
     `dtype`: of the activations that they will be multiplied by.
     """
-    kernel = choose(OPERATION, device)
     scheme = encoded.scheme
-    if isinstance(scheme, Packed) or not kernel.serves(scheme.name, *encoded.shape, dtype):
+    kernel = serving(scheme.name, encoded.shape, device, dtype)
+    if isinstance(scheme, Packed) or kernel is None:
         return encoded
     packed = Packed(scheme, kernel)
     if encoded.device.type == "meta":

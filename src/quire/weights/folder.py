@@ -105,7 +105,9 @@ class FolderSource:
     def _get(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        shard = next(shard for shard in self._shards if name in shard.entries)
+        shard = next((shard for shard in self._shards if name in shard.entries), None)
+        if shard is None:
+            raise WeightsError(f"tensor {name} is missing")
         try:
             if shard.path not in self._opened:
                 self._opened[shard.path] = safe_open(str(shard.path), framework="pt")

@@ -1,4 +1,4 @@
-"""Products by encoded rows and int8 KV on a GPU: right first, then timed beside what they replace.
+"""Products by encoded rows and int8 KV on a GPU: checked against the reference, then timed beside what they replace.
 
     PYTHONPATH=src python -m quire_lab.benchmarks.low_bit_gpu [--only checks,chain,products,kv] [--output results.json]
 

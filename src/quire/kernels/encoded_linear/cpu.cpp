@@ -74,7 +74,8 @@ inline void scale_four(const float* x, float* inverses, Activations* target) {
                                        _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
     const __m256 eights = _mm256_max_ps(low_half(fours), high_half(fours));
     const __m128 absmax = _mm_max_ps(_mm256_castps256_ps128(eights), _mm256_extractf128_ps(eights, 1));
-    const __mmask8 some = _mm_cmp_ps_mask(absmax, _mm_set1_ps(kSmallestPeak), _CMP_GE_OQ);
+    // also for NaN, so that results of a row of NaN are NaN
+    const __mmask8 some = _mm_cmp_ps_mask(absmax, _mm_set1_ps(kSmallestPeak), _CMP_NLT_UQ);
     _mm_storeu_ps(inverses, _mm_maskz_div_ps(some, _mm_set1_ps(127.0f), absmax));
     alignas(16) float scales[4];
     _mm_store_ps(scales, _mm_maskz_mul_ps(some, absmax, _mm_set1_ps(1.0f / 127.0f)));

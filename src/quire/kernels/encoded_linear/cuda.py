@@ -47,12 +47,15 @@ SPLIT_BYTES = 12  # how much a split's partial sums count against rounds of bloc
 layout, pack, decode = formats.layout, formats.pack, formats.decode
 
 
-def serves(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
+def fits(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
+    """Whether there is a product for such rows, on a GPU that need not be here."""
     found = formats.parse(scheme)
+    return found is not None and dtype in DTYPES and num_columns % found.column_multiple == 0
+
+
+def serves(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
     return (
-        found is not None
-        and dtype in DTYPES
-        and num_columns % found.column_multiple == 0
+        fits(scheme, num_rows, num_columns, dtype)
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability() >= (8, 0)
         and nvrtc.available()

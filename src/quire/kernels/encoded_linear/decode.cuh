@@ -311,7 +311,7 @@ __device__ inline float row_scale(const Args& p, int row) {
     return kPer == 2 ? ((const float*)p.scales)[at] : scale_of(((const u16*)p.scales)[at]);
 }
 
-// The same, read where it stands and not where it is used.
+// The same, loaded early.
 __device__ inline float early_row_scale(const Args& p, int row) {
     if (GROUPS != 0 || kPer == 1) return row_scale(p, row);
     float scale;

@@ -10,7 +10,7 @@ from quire.quant.encoded import Encoded
 from quire.weights.quantized.bitsandbytes import BitsAndBytes
 from quire.weights.quantized.compressed_tensors import CompressedTensors
 from quire.weights.quantized.gptq import Awq, Gptq
-from quire.weights.quantized.reader import MARKS, Get, Header, QuantizedReader
+from quire.weights.quantized.reader import MARKS, Get, Header, QuantizedReader, naming_damage
 
 WEIGHT = ".weight"
 GPT_OSS = "GptOssForCausalLM"  # its file decodes MXFP4: one tensor holds all experts of a layer
@@ -65,4 +65,5 @@ def _open_reader(config: Mapping[str, Any], headers: Mapping[str, Header]) -> Qu
             f"weights quantized with {named!r} cannot be loaded: known are {', '.join(READERS)}; or use the "
             "unquantized model"
         )
-    return reader(quantization, headers)
+    with naming_damage("config.json's quantization_config"):
+        return reader(quantization, headers)

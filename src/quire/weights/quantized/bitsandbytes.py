@@ -56,10 +56,7 @@ class BitsAndBytes(QuantizedReader):
             name = next((n for n in self.headers if n.startswith(f"{module}{_STATE}")), None)
             if name is None:
                 raise ModelError(f"{module} has no tensor *{_STATE}nf4 or fp4: fetch the checkpoint again")
-            try:
-                self._states[module] = dict(json.loads(bytes(get(name).tolist())))
-            except ValueError as error:
-                raise WeightsError(f"tensor {name} is damaged ({error}): fetch it again") from error
+            self._states[module] = dict(json.loads(bytes(get(name).tolist())))
         return self._states[module]
 
     def parts(self, module: str, scheme: Scheme, shape: tuple[int, int], get: Get) -> dict[str, Tensor]:
@@ -82,8 +79,11 @@ class BitsAndBytes(QuantizedReader):
         self._check_code(f"{weight}.nested_quant_map", dynamic_map(), get)
         name = f"{weight}.nested_absmax"
         scales = finite(name, get(name).float(), allow_zero=True)
+        if scales.numel() != (needed := -(-absmax.numel() // NESTED_BLOCK)):
+            raise WeightsError(f"tensor {name} has {scales.numel()} scales where {needed} are needed")
         parts["nested"] = nested_shape(scales, (absmax.shape[0], absmax.shape[1]))
-        parts["offset"] = torch.tensor([float(self._state(module, get)["nested_offset"])])
+        offset = torch.tensor([float(self._state(module, get)["nested_offset"])])
+        parts["offset"] = finite(f"{weight}.nested_offset", offset, allow_zero=True)
         return parts
 
     def _check_code(self, name: str, known: tuple[float, ...], get: Get) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.core.errors import ModelError
+from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Scheme
 from quire.quant.int4 import Int4, pack, unpack
 from quire.quant.scaled import Scaled
@@ -118,4 +118,7 @@ class CompressedTensors(QuantizedReader):
             return {"weight": (words ^ 128).view(torch.int8), "scales": scales}
         if scales.numel() == 1 and scheme.tile_rows == 1:  # one scale for the whole weight
             scales = scales.reshape(1, 1).expand(shape[0], 1)
-        return {"weight": get(f"{module}.weight"), "scales": scales.reshape(len(scales), -1).contiguous()}
+        weight = get(f"{module}.weight")
+        if scheme.kind == "fp8" and (weight.view(torch.uint8) & 127 == 127).any():  # its only other values
+            raise WeightsError(f"tensor {module}.weight holds NaN")
+        return {"weight": weight, "scales": scales.reshape(len(scales), -1).contiguous()}

@@ -1,7 +1,8 @@
 """QuantizedReader: the weights of a quantized checkpoint, found by the names and shapes of its tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, Scheme
 
 Get = Callable[[str], Tensor]  # a tensor of the checkpoint, by name
+# what values of another type or shape than a format's raise where they are used
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+LARGEST = 65504.0  # float16's: kernels keep some scales in it, and no sound weight has a larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +67,14 @@ class QuantizedReader(ABC):
         )
 
     def read(self, module: str, get: Get) -> Encoded:
-        scheme, shape = self.describe(module, get)
-        try:
+        with naming_damage(module):
+            scheme, shape = self.describe(module, get)
             return Encoded(scheme, self.parts(module, scheme, shape, get), shape)
-        except WeightsError as error:
-            raise WeightsError(f"{module}: {error}: quantize the model again, or fetch it again") from error
 
     def empty(self, module: str, get: Get) -> Encoded:
         """Shapes without content."""
-        scheme, shape = self.describe(module, get)
-        try:
-            return Encoded.empty(scheme, shape)
-        except WeightsError as error:
-            raise WeightsError(f"{module}: {error}") from error
+        with naming_damage(module):
+            return Encoded.empty(*self.describe(module, get))
 
     def header(self, name: str) -> Header:
         if name not in self.headers:
@@ -104,10 +103,21 @@ MARKS = {
 }
 
 
+@contextmanager
+def naming_damage(what: str) -> Iterator[None]:
+    """Turns what damaged content raises into one WeightsError that names it."""
+    try:
+        yield
+    except WeightsError as error:
+        raise WeightsError(f"{what}: {error}: quantize the model again, or fetch it again") from error
+    except DAMAGE as error:
+        raise WeightsError(f"{what}: damaged ({error!r}): fetch the checkpoint again") from error
+
+
 def finite(name: str, scales: Tensor, allow_zero: bool = False) -> Tensor:
-    """The scales as they are; WeightsError names one that is not a number, infinite or zero."""
+    """The scales as they are; WeightsError names one that is not a number, zero or too large for float16."""
     wide = scales.float()
-    wrong = ~torch.isfinite(wide) | (False if allow_zero else wide == 0)
+    wrong = ~(wide.abs() <= LARGEST) | (False if allow_zero else wide == 0)
     if wrong.any():
         at = [int(i) for i in wrong.nonzero()[0]]
         raise WeightsError(f"tensor {name} has a scale of {float(wide[tuple(at)])} at {at}")
