@@ -22,7 +22,7 @@ MAX_NAME = 63  # characters of a name or label in Kubernetes
 NAMESPACE = {"kubernetes": "gpu-operator", "openshift": "nvidia-gpu-operator"}
 CONFIG_MAP = "quire-mig-config"
 CONFIG_KEY = "config.yaml"  # the only key that the operator's MIG manager reads
-IMAGE = "quire:latest"
+IMAGE = "quire:cuda"  # its entry point is `quire serve --host 0.0.0.0`
 PORT = 8000
 # dcgm-exporter labels a slice's metrics with GPU_I_PROFILE and GPU_I_ID; DCGM_FI_DEV_GPU_UTIL is not one of them.
 QUERIES = {
@@ -220,16 +220,18 @@ def _resource_name(model: str, most: int) -> str:
 
 def _deployment(name: str, demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str, Any]:
     labels = {"app": name}
-    network = ["--host", "0.0.0.0", "--port", str(PORT)]
-    probe = {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 5}
+    alive, ready = (
+        {"httpGet": {"path": path, "port": PORT}, "periodSeconds": 5} for path in ("/health", "/ready")
+    )
     container = {
         "name": "quire",
         "image": IMAGE,
-        "args": ["serve", *serve, *network, "--served-model-name", demand.model],
+        "args": [*serve, "--port", str(PORT), "--served-model-name", demand.model],
         "ports": [{"containerPort": PORT, "name": "http"}],
         "resources": {"limits": {f"nvidia.com/mig-{demand.profile.name}": 1}},
-        "startupProbe": {**probe, "failureThreshold": 120},
-        "readinessProbe": probe,
+        "startupProbe": {**alive, "failureThreshold": 120},
+        "livenessProbe": alive,
+        "readinessProbe": ready,
     }
     return {
         "apiVersion": "apps/v1",
