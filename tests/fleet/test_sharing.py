@@ -506,14 +506,14 @@ def test_slices_are_not_joined() -> None:
 @pytest.mark.parametrize(("users", "given", "most", "replicas"), [
     (500, 1, 100, 5), (500, 3, 100, 5), (500, 6, 100, 6), (500, 1, 500, 1), (3, 1, 1, 3), (640, 1, 10, 64),
 ])  # fmt: skip
-def test_replicas_are_as_few_as_keep_the_promise(monkeypatch, users, given, most, replicas) -> None:
+def test_replicas_are_as_few_as_meet_the_slo(monkeypatch, users, given, most, replicas) -> None:
     tried = []
 
-    def smallest(settings, card, promise, count):
+    def smallest(settings, card, slo, count):
         tried.append(count)
         if count > most:
             raise ConfigError("too many users")
-        return slices.Held("7g.80gb", count, 0.01, 1.0)
+        return slices.SliceLatency("7g.80gb", count, 0.01, 1.0)
 
     monkeypatch.setattr(slices, "smallest", smallest)
     model = FleetModel("a", "a", users, {}, {}, slice=None, replicas=given)
@@ -524,9 +524,9 @@ def test_replicas_are_as_few_as_keep_the_promise(monkeypatch, users, given, most
 def test_no_replica_is_tried_of_a_model_that_no_slice_holds(monkeypatch) -> None:
     tried = []
 
-    def smallest(settings, card, promise, count):
+    def smallest(settings, card, slo, count):
         tried.append(count)
-        raise slices.HeldByNoSlice("it is large")
+        raise slices.NoSliceFits("it is large")
 
     monkeypatch.setattr(slices, "smallest", smallest)
     with pytest.raises(ConfigError, match=r"^a: it is large$"):

@@ -38,8 +38,8 @@ def test_a_flag_that_would_be_ignored_is_refused(words, said, tmp_path: Path, mo
 @pytest.mark.parametrize(("name", "begins"), [("x.png", b"\x89PNG"), ("y.SVG", b"<?xml")])
 def test_a_figure_has_the_format_of_its_name(name, begins, tmp_path: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("matplotlib")
-    points = [slices.Held("1g.10gb", users, 0.01 * users, 1.0 * users) for users in (1, 2)]
-    monkeypatch.setattr(slices, "curve", lambda settings, card, promise: points)
+    points = [slices.SliceLatency("1g.10gb", users, 0.01 * users, 1.0 * users) for users in (1, 2)]
+    monkeypatch.setattr(slices, "curve", lambda settings, card, slo: points)
     assert main(["plan", "opt-1.3b", *MIG, "--figure", str(tmp_path / name)]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes().startswith(begins)

@@ -1,4 +1,4 @@
-"""`quire plan --mig` and `--fleet`: slices of a GPU, which one keeps a promise, and many models on few GPUs."""
+"""`quire plan --mig` and `--fleet`: slices of a GPU, which one meets an SLO, and many models on few GPUs."""
 
 import argparse
 import json
@@ -72,21 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
         print(_as_json(card) if arguments.json else _tables(card))
         return 0
     slices = laboratory.load("measure.slices", "`quire plan MODEL --mig`")
-    promise = slices.Promise(
+    slo = slices.Slo(
         seconds(arguments.slo_per_token, "--slo-per-token"), seconds(arguments.slo_request, "--slo-request"),
         _positive(arguments.prompt_tokens, "--prompt-tokens"), _positive(arguments.output_tokens, "--output-tokens"),
     )  # fmt: skip
     if arguments.users is not None:
-        return _one(arguments, slices, settings, card, promise)
+        return _one(arguments, slices, settings, card, slo)
     if arguments.figure is not None:
         laboratory.load("report.figure", "--figure").check_matplotlib()
-    points = slices.curve(settings, card, promise)
+    points = slices.curve(settings, card, slo)
     if arguments.json:
-        print(json.dumps([_point(point, promise) for point in points], indent=2))
+        print(json.dumps([_point(point, slo) for point in points], indent=2))
     else:
-        print(_curve_table(slices, points, card, promise))
+        print(_curve_table(slices, points, card, slo))
     if arguments.figure is not None:
-        laboratory.load("report.slice_curves", "--figure").draw(points, card, promise, arguments.figure)
+        laboratory.load("report.slice_curves", "--figure").draw(points, card, slo, arguments.figure)
     return 0
 
 
@@ -128,50 +128,50 @@ def _positive(value: int, name: str) -> int:
     return value
 
 
-def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, promise: Any) -> int:
-    held = slices.smallest(settings, card, promise, _positive(arguments.users, "--users"))
+def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, slo: Any) -> int:
+    held = slices.smallest(settings, card, slo, _positive(arguments.users, "--users"))
     if arguments.json:
-        print(json.dumps(_point(held, promise), indent=2))
+        print(json.dumps(_point(held, slo), indent=2))
     else:
         print(
             f"{held.profile} of {card.name} is the smallest slice for {held.users} users: "
             f"{1e3 * held.per_token:.1f} ms per token and {held.per_request:.2f} s per request (95th percentiles, "
-            f"simulated; promised {1e3 * promise.per_token:g} ms and {promise.per_request:g} s)"
+            f"simulated; SLO {1e3 * slo.per_token:g} ms and {slo.per_request:g} s)"
         )
     return 0
 
 
-def _point(point: Any, promise: Any) -> dict[str, Any]:
+def _point(point: Any, slo: Any) -> dict[str, Any]:
     fits = not point.why
     return {
-        "slice": point.profile, "users": point.users, "fits": fits, "keeps": point.keeps(promise), "why": point.why,
+        "slice": point.profile, "users": point.users, "fits": fits, "meets_slo": point.meets(slo), "why": point.why,
         "per_token_s": point.per_token if fits else None, "per_request_s": point.per_request if fits else None,
     }  # fmt: skip
 
 
-def _curve_table(slices: Any, points: Sequence[Any], card: Card, promise: Any) -> str:
+def _curve_table(slices: Any, points: Sequence[Any], card: Card, slo: Any) -> str:
     users = sorted({point.users for point in points})
-    rows = [["slice", *(f"{count} users" for count in users), "promise kept up to"]]
+    rows = [["slice", *(f"{count} users" for count in users), "meets the SLO up to"]]
     notes = []
     for profile in card.profiles:
         of_slice = {point.users: point for point in points if point.profile == profile.name}
         refused = next((point.why for point in of_slice.values() if point.why), "")
         if refused:
             notes.append(f"{profile.name}: {refused.partition(': simulate')[0]}")
-        cells = [_cell(of_slice.get(count), promise) for count in users]
-        most = slices.most_users(points, profile.name, promise)
+        cells = [_cell(of_slice.get(count), slo) for count in users]
+        most = slices.most_users(points, profile.name, slo)
         rows.append([profile.name, *cells, f"{most} users" if most else "—"])
     title = (
-        f"ms per token / seconds per request (95th percentiles, simulated), {promise.prompt_tokens} tokens in and "
-        f"{promise.output_tokens} out; * breaks {1e3 * promise.per_token:g} ms or {promise.per_request:g} s"
+        f"ms per token / seconds per request (95th percentiles, simulated), {slo.prompt_tokens} tokens in and "
+        f"{slo.output_tokens} out; * misses {1e3 * slo.per_token:g} ms or {slo.per_request:g} s"
     )
     return "\n".join([title, aligned(rows, right=tuple(range(1, len(users) + 2))), *notes])
 
 
-def _cell(point: Any, promise: Any) -> str:
+def _cell(point: Any, slo: Any) -> str:
     if point is None or point.why:
         return "—"
-    return f"{1e3 * point.per_token:.1f} / {point.per_request:.2f}{' ' if point.keeps(promise) else '*'}"
+    return f"{1e3 * point.per_token:.1f} / {point.per_request:.2f}{' ' if point.meets(slo) else '*'}"
 
 
 def _tables(card: Card) -> str:
@@ -269,12 +269,12 @@ def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
 
 
 def demands_of(model: FleetModel, card: Card) -> list[Demand]:
-    """The smallest slice that keeps the model's promise; as few replicas as do where no slice serves all users."""
+    """The smallest slice that meets the model's SLO; as few replicas as do where no slice serves all users."""
     if model.slice is not None:
         return [Demand(model.name, card.profile(model.slice))] * model.replicas
     slices = laboratory.load("measure.slices", "`quire plan --fleet`")
     names = {"slo_per_token": "per_token", "slo_request": "per_request"}
-    promise = slices.Promise(**{names.get(name, name): value for name, value in model.promise.items()})
+    slo = slices.Slo(**{names.get(name, name): value for name, value in model.slo.items()})
     settings = {**model.settings, "model": model.source}
     failed, replicas = model.replicas - 1, model.replicas
     most = max(replicas, min(MAX_REPLICAS, model.users))
@@ -284,10 +284,10 @@ def demands_of(model: FleetModel, card: Card) -> list[Demand]:
     ):  # doubled up to a success, then halved back to the last failure
         tried = replicas if held is None else (failed + replicas) // 2
         try:
-            held = slices.smallest(settings, card, promise, -(-model.users // tried))
+            held = slices.smallest(settings, card, slo, -(-model.users // tried))
             replicas = tried
         except ConfigError as error:
-            if isinstance(error, slices.HeldByNoSlice) or tried == most:
+            if isinstance(error, slices.NoSliceFits) or tried == most:
                 raise ConfigError(f"{model.name}: {error}") from error
             failed = tried
             replicas = min(2 * tried, most) if held is None else replicas

@@ -1,22 +1,22 @@
-"""Latency over users for each slice of a GPU, with the promise as a line."""
+"""Latency over users for each slice of a GPU, with the SLO as a line."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.fleet.mig import Card
-from quire_lab.measure.slices import Held, Promise
+from quire_lab.measure.slices import SliceLatency, Slo
 from quire_lab.report.figure import GREY, Picture, line_style, write_picture
 
 
-def draw(points: Sequence[Held], card: Card, promise: Promise, path: Path) -> Path:
-    return write_picture(picture_of(points, card, promise, path.stem), path.parent, path.suffix)
+def draw(points: Sequence[SliceLatency], card: Card, slo: Slo, path: Path) -> Path:
+    return write_picture(picture_of(points, card, slo, path.stem), path.parent, path.suffix)
 
 
-def picture_of(points: Sequence[Held], card: Card, promise: Promise, name: str) -> Picture:
+def picture_of(points: Sequence[SliceLatency], card: Card, slo: Slo, name: str) -> Picture:
     def fill(figure: Any) -> None:
         panels = figure.subplots(1, 2)
-        sides = (("ms per token", 1e3, promise.per_token), ("seconds per request", 1.0, promise.per_request))
+        sides = (("ms per token", 1e3, slo.per_token), ("seconds per request", 1.0, slo.per_request))
         for panel, (label, unit, limit) in zip(panels, sides, strict=True):
             for index, profile in enumerate(card.profiles):
                 of_slice = [p for p in points if p.profile == profile.name and not p.why]
@@ -30,6 +30,6 @@ def picture_of(points: Sequence[Held], card: Card, promise: Promise, name: str) 
     return Picture(
         name,
         f"Latency over users on the slices of {card.name}",
-        f"grey: {1e3 * promise.per_token:g} ms per token and {promise.per_request:g} s per request; simulated",
+        f"grey: {1e3 * slo.per_token:g} ms per token and {slo.per_request:g} s per request; simulated",
         fill,
     )
