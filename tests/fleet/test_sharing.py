@@ -462,7 +462,7 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["slice"] == "1g.10gb"
     assert main(["plan", "llama-70b", "--mig", "a100-80g", "--users", "1", *short]) != 0
     refused = capsys.readouterr().err
-    assert "no slice of a100-80g holds the model: the weights take 141.1 GB" in refused
+    assert "no slice of a100-80g is large enough: the weights take 141.1 GB" in refused
     assert "--quantization int4 fits in 7g.80gb (" in refused  # slices cannot be joined, whole GPUs can
     assert "2 whole GPUs with --tensor-parallel-size 2 (" in refused
     assert "2xa100-80g-7g" not in refused
@@ -474,6 +474,20 @@ def test_plan_shows_slices_and_chooses_the_smallest(capsys: pytest.CaptureFixtur
         main(["plan", "opt-13b", "--mig", "a100-80g", "--users", "2", "--slo-per-token", "1ms", *short]) != 0
     )
     assert "the whole GPU takes" in capsys.readouterr().err
+
+
+def test_a_slice_whose_pool_is_too_small_for_a_request_is_passed_over() -> None:
+    slo = slices.Slo(0.05, 100.0, 20_000, 16)
+    passed = slices.latency({"model": "llama-3.1-8b"}, A100, A100.profile("1g.20gb"), 1, slo)
+    assert passed.why.startswith("the request may need 1251 blocks of 16 tokens and the whole pool has ")
+    chosen = slices.smallest({"model": "llama-3.1-8b"}, A100, slo, 1)
+    assert chosen.profile == "3g.40gb"
+    for setting, said in (
+        ({"kv_cache_memory_bytes": 1}, "cannot hold one block"),
+        ({"max_model_len": 9_999}, "2048 positions"),
+    ):
+        with pytest.raises(ConfigError, match=said):  # no slice is too small for such a setting
+            slices.latency({"model": "opt-125m", **setting}, A100, A100.profiles[0], 1, slices.Slo())
 
 
 def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -512,7 +526,7 @@ def test_replicas_are_as_few_as_meet_the_slo(monkeypatch, users, given, most, re
     def smallest(settings, card, slo, count):
         tried.append(count)
         if count > most:
-            raise ConfigError("too many users")
+            raise slices.SloMissed("too many users")
         return slices.SliceLatency("7g.80gb", count, 0.01, 1.0)
 
     monkeypatch.setattr(slices, "smallest", smallest)
@@ -526,7 +540,7 @@ def test_no_replica_is_tried_of_a_model_that_no_slice_holds(monkeypatch) -> None
 
     def smallest(settings, card, slo, count):
         tried.append(count)
-        raise slices.NoSliceFits("it is large")
+        raise ConfigError("it is large")
 
     monkeypatch.setattr(slices, "smallest", smallest)
     with pytest.raises(ConfigError, match=r"^a: it is large$"):

@@ -157,7 +157,7 @@ def _curve_table(slices: Any, points: Sequence[Any], card: Card, slo: Any) -> st
         of_slice = {point.users: point for point in points if point.profile == profile.name}
         refused = next((point.why for point in of_slice.values() if point.why), "")
         if refused:
-            notes.append(f"{profile.name}: {refused.partition(': simulate')[0]}")
+            notes.append(f"{profile.name}: {refused}")
         cells = [_cell(of_slice.get(count), slo) for count in users]
         most = slices.most_users(points, profile.name, slo)
         rows.append([profile.name, *cells, f"{most} users" if most else "—"])
@@ -287,7 +287,7 @@ def demands_of(model: FleetModel, card: Card) -> list[Demand]:
             held = slices.smallest(settings, card, slo, -(-model.users // tried))
             replicas = tried
         except ConfigError as error:
-            if isinstance(error, slices.NoSliceFits) or tried == most:
+            if not isinstance(error, slices.SloMissed) or tried == most:
                 raise ConfigError(f"{model.name}: {error}") from error
             failed = tried
             replicas = min(2 * tried, most) if held is None else replicas

@@ -6,11 +6,12 @@ from functools import cache
 from typing import Any
 
 from quire.bench.report import percentile
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.core.request import Request
 from quire.fleet.mig import Card, Profile
 from quire_lab.measure.replay import TOKEN, plain
 from quire_lab.measure.simulated_runs import build_simulated
+from quire_lab.simulate.build import DeviceTooSmall
 from quire_lab.simulate.clock import VirtualClock
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
@@ -18,8 +19,8 @@ ROUNDS = 3  # requests of each user
 RANKS = (2, 4, 8)  # whole GPUs that are tried for a model that no slice holds
 
 
-class NoSliceFits(ConfigError):
-    """The model is larger than every slice: fewer users change nothing."""
+class SloMissed(ConfigError):
+    """The largest slice serves, but too slowly: fewer users on it may be served in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ def _latency(
 ) -> SliceLatency:
     try:
         built = build_simulated({**dict(settings), "device": device, "enable_prefix_caching": False})
-    except ConfigError as error:
-        return SliceLatency(name, users, float("inf"), float("inf"), str(error))
+    except DeviceTooSmall as error:
+        return _too_small(name, users, error)
     engine, clock = built.engine, built.engine.clock
     assert isinstance(clock, VirtualClock)
     sampling = plain(slo.output_tokens)
@@ -77,8 +78,15 @@ def _latency(
         sent[request] = clock()
         engine.add(Request(request, [TOKEN] * slo.prompt_tokens, sampling))
 
-    for user in range(users):
-        ask(user)
+    try:
+        for user in range(users):
+            ask(user)
+    except ContextExceeded:  # a larger slice has the same context
+        raise
+    except InvalidRequest as error:
+        if {"kv_cache_memory_bytes", "num_blocks"} & dict(settings).keys():
+            raise
+        return _too_small(name, users, error)
     while engine.has_work:
         for update in engine.step():
             request, now = update.request_id, clock()
@@ -92,6 +100,11 @@ def _latency(
             if asked[user] < ROUNDS:
                 ask(user)
     return SliceLatency(name, users, percentile(sorted(per_token), 95), percentile(sorted(per_request), 95))
+
+
+def _too_small(name: str, users: int, error: Exception) -> SliceLatency:
+    """The reason without its advice, which is about one device."""
+    return SliceLatency(name, users, float("inf"), float("inf"), str(error).partition(": ")[0])
 
 
 def curve(
@@ -129,9 +142,9 @@ def smallest(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> S
     if last.why:
         why = last.why
         if instead := ", or ".join(_instead(settings, card, slo, users)):
-            why = f"{why.partition(': simulate')[0]}; slices cannot be joined: for {users} users, {instead}"
-        raise NoSliceFits(f"no slice of {card.name} holds the model: {why}")
-    raise ConfigError(
+            why = f"{why}; slices cannot be joined: for {users} users, {instead}"
+        raise ConfigError(f"no slice of {card.name} is large enough: {why}")
+    raise SloMissed(
         f"no slice of {card.name} meets {1e3 * slo.per_token:g} ms per token and {slo.per_request:g} s per "
         f"request for {users} users: the whole GPU takes {1e3 * last.per_token:.1f} ms and {last.per_request:.1f} s; "
         "allow that, use several replicas, or fewer bits (--quantization int4)"
