@@ -519,6 +519,7 @@ def test_slices_are_not_joined() -> None:
 
 @pytest.mark.parametrize(("users", "given", "most", "replicas"), [
     (500, 1, 100, 5), (500, 3, 100, 5), (500, 6, 100, 6), (500, 1, 500, 1), (3, 1, 1, 3), (640, 1, 10, 64),
+    (5_000, 1, 512, 10), (32_768, 1, 512, 64), (50_000, 100, 512, 100),
 ])  # fmt: skip
 def test_replicas_are_as_few_as_meet_the_slo(monkeypatch, users, given, most, replicas) -> None:
     tried = []
@@ -533,6 +534,7 @@ def test_replicas_are_as_few_as_meet_the_slo(monkeypatch, users, given, most, re
     model = FleetModel("a", "a", users, {}, {}, slice=None, replicas=given)
     assert demands_of(model, A100) == [Demand("a", A100.profile("7g.80gb"))] * replicas
     assert len(tried) <= 13  # two for each doubling up to 64
+    assert max(tried) <= slices.MAX_USERS  # more are not simulated on one slice
 
 
 def test_no_replica_is_tried_of_a_model_that_no_slice_holds(monkeypatch) -> None:
@@ -546,6 +548,15 @@ def test_no_replica_is_tried_of_a_model_that_no_slice_holds(monkeypatch) -> None
     with pytest.raises(ConfigError, match=r"^a: it is large$"):
         demands_of(FleetModel("a", "a", 500, {}, {}, slice=None, replicas=1), A100)
     assert tried == [500]
+
+
+def test_more_users_than_replicas_are_simulated_for_are_refused_at_once(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("card: a100-80g\nmodels: [{name: a, model: opt-125m, rate: 5000}]")
+    assert main(["plan", "--fleet", str(path)]) == 2
+    assert "a: 50,000 users at once are more than 64 replicas of 512 users: give" in capsys.readouterr().err
+    assert main(["plan", "opt-125m", "--mig", "a100-80g", "--users", "5000"]) == 2
+    assert "--users is 5000: give a whole number from 1 to 512" in capsys.readouterr().err
 
 
 def test_the_example_fleet_has_54_models() -> None:

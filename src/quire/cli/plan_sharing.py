@@ -13,14 +13,13 @@ from quire.bench.table import aligned, in_bytes
 from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.core import laboratory
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, QuireError
 from quire.fleet import nvml
-from quire.fleet.manifests import NAMESPACE, Node, packed_before, write
+from quire.fleet.manifests import NAMESPACE, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, lower_bound, moved, num_used, pack
 from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
 
-MAX_REPLICAS = 64
 AUTO = "auto"
 _PARTS = ("users", "figure", "write", "before")  # flags that need others
 
@@ -74,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     slices = laboratory.load("measure.slices", "`quire plan MODEL --mig`")
     slo = slices.Slo(
         seconds(arguments.slo_per_token, "--slo-per-token"), seconds(arguments.slo_request, "--slo-request"),
-        _positive(arguments.prompt_tokens, "--prompt-tokens"), _positive(arguments.output_tokens, "--output-tokens"),
+        whole_number(arguments.prompt_tokens, "--prompt-tokens", MAX_USERS),
+        whole_number(arguments.output_tokens, "--output-tokens", MAX_USERS),
     )  # fmt: skip
     if arguments.users is not None:
         return _one(arguments, slices, settings, card, slo)
@@ -122,14 +122,9 @@ def _card_here() -> Card:
     return card
 
 
-def _positive(value: int, name: str) -> int:
-    if not 1 <= value <= MAX_USERS:
-        raise ConfigError(f"{name} is {value}: give a whole number from 1 to {MAX_USERS:,}")
-    return value
-
-
 def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, slo: Any) -> int:
-    held = slices.smallest(settings, card, slo, _positive(arguments.users, "--users"))
+    users = whole_number(arguments.users, "--users", slices.MAX_USERS)
+    held = slices.smallest(settings, card, slo, users)
     if arguments.json:
         print(json.dumps(_point(held, slo), indent=2))
     else:
@@ -276,22 +271,11 @@ def demands_of(model: FleetModel, card: Card) -> list[Demand]:
     names = {"slo_per_token": "per_token", "slo_request": "per_request"}
     slo = slices.Slo(**{names.get(name, name): value for name, value in model.slo.items()})
     settings = {**model.settings, "model": model.source}
-    failed, replicas = model.replicas - 1, model.replicas
-    most = max(replicas, min(MAX_REPLICAS, model.users))
-    held = None
-    while (
-        held is None or replicas - failed > 1
-    ):  # doubled up to a success, then halved back to the last failure
-        tried = replicas if held is None else (failed + replicas) // 2
-        try:
-            held = slices.smallest(settings, card, slo, -(-model.users // tried))
-            replicas = tried
-        except ConfigError as error:
-            if not isinstance(error, slices.SloMissed) or tried == most:
-                raise ConfigError(f"{model.name}: {error}") from error
-            failed = tried
-            replicas = min(2 * tried, most) if held is None else replicas
-    return [Demand(model.name, card.profile(held.profile))] * replicas
+    try:
+        chosen, replicas = slices.fewest_replicas(settings, card, slo, model.users, model.replicas)
+    except QuireError as error:
+        raise ConfigError(f"{model.name}: {error}") from error
+    return [Demand(model.name, card.profile(chosen.profile))] * replicas
 
 
 def gpu_record(gpu: PackedGpu) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from quire_lab.simulate.build import DeviceTooSmall
 from quire_lab.simulate.clock import VirtualClock
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
+MAX_USERS = 512  # that are simulated on one slice, in seconds
+MAX_REPLICAS = 64
 ROUNDS = 3  # requests of each user
 RANKS = (2, 4, 8)  # whole GPUs that are tried for a model that no slice holds
 
@@ -149,6 +151,31 @@ def smallest(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> S
         f"request for {users} users: the whole GPU takes {1e3 * last.per_token:.1f} ms and {last.per_request:.1f} s; "
         "allow that, use several replicas, or fewer bits (--quantization int4)"
     )
+
+
+def fewest_replicas(
+    settings: Mapping[str, Any], card: Card, slo: Slo, users: int, least: int = 1
+) -> tuple[SliceLatency, int]:
+    """The smallest slice with as few replicas of it as meet the SLO for all users together, `least` or more."""
+    most = max(least, min(MAX_REPLICAS, users))
+    tried = max(least, -(-users // MAX_USERS))
+    if tried > most:
+        raise ConfigError(
+            f"{users:,} users at once are more than {most} replicas of {MAX_USERS} users: give fewer users, a lower "
+            "rate or a shorter slo_request (rate × slo_request users are there at once), or more replicas"
+        )
+    failed, served = tried - 1, None
+    while (
+        served is None or served[1] - failed > 1
+    ):  # doubled up to a success, then halved to the last failure
+        try:
+            served = smallest(settings, card, slo, -(-users // tried)), tried
+        except SloMissed:
+            if tried == most:
+                raise
+            failed = tried
+        tried = min(2 * tried, most) if served is None else (failed + served[1]) // 2
+    return served
 
 
 def _instead(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> Iterator[str]:
