@@ -11,7 +11,8 @@ from functools import cache
 
 from quire.fleet.mig import COMPUTE_SLICES, MEMORY_SLICES, Card, Layout, Profile, place
 
-ROUNDS = 200  # of local search, each over all GPUs
+ROUNDS = 200  # of local search
+TRIES = 1600  # of one round: GPUs to empty, the least filled ones, times GPUs to fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _insert(demand: Demand, gpus: list[PackedGpu], card: Card) -> None:
 
 def _empties_one(gpus: list[PackedGpu], card: Card) -> bool:
     """Moves the slices of one GPU to others, exchanging two where that makes room. Whether one was emptied."""
-    for victim in sorted(gpus, key=lambda gpu: gpu.filling):
+    for victim in sorted(gpus, key=lambda gpu: gpu.filling)[: max(3, TRIES // len(gpus))]:
         others = [PackedGpu(card, list(gpu.demands)) for gpu in gpus if gpu is not victim]
         if all(
             _squeeze(demand, others, card)
