@@ -512,6 +512,33 @@ def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureF
     assert len(gpus) == 2
 
 
+def test_a_kind_of_gpu_that_is_too_small_is_left_out(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "fleet.yaml"
+    models = "models: [{name: a, model: org/a, slice: 3g.40gb}, {name: b, model: org/b, slice: 1g.10gb}]"
+    path.write_text(f"cards: [a100-40g, a100-80g, h100]\n{models}")
+    assert main(["plan", "--fleet", str(path)]) == 0
+    written = capsys.readouterr()
+    assert written.out.endswith("\na100-80g needs the fewest GPUs: 1\n")
+    assert "left out: a100-40g: a100-40g has no slice '3g.40gb': choose one of" in written.err
+    assert written.err.count("\n") == 1
+    path.write_text(f"cards: [a100-40g, h200]\n{models}")
+    assert main(["plan", "--fleet", str(path), "--json"]) == 2
+    refused = capsys.readouterr().err
+    assert "a100-40g: a100-40g has no slice" in refused
+    assert "; h200: h200 has no slice '3g.40gb'" in refused
+
+
+@pytest.mark.parametrize(("cards", "said"), [
+    ("card: h100\ncards: [h100, h200]", "`card` and `cards` are given: leave one of them out"),
+    ("cards: [h100, a100-80g, H100]", "cards has h100, a100-80g, h100: give each kind once"),
+])  # fmt: skip
+def test_kinds_of_gpus_are_given_once(cards: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(f"{cards}\nmodels: [{{name: a, slice: 1g.10gb}}]")
+    with pytest.raises(ConfigError, match=said):
+        read_fleet(path)
+
+
 def test_a_fleet_file_without_a_card_is_told_the_field(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("models: [{name: a, slice: 1g.10gb}]")

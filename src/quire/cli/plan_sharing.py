@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -216,28 +217,47 @@ def _fleet(arguments: argparse.Namespace) -> int:
     fleet = read_fleet(arguments.fleet)
     if fleet.whole is not None:
         return _placed(arguments, fleet)
-    best: tuple[Card, list[PackedGpu]] | None = None
+    plans: list[_FleetPlan] = []
+    left_out: list[str] = []
     for card in fleet.cards:
-        bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
-        demands = [demand for model in bar for demand in demands_of(model, card)]
-        before = [] if arguments.before is None else _before(arguments.before, card, demands, fleet.nodes)
-        gpus = pack(demands, card, before)
-        if not arguments.json:
-            print(_packed_text(card, gpus, demands, len(fleet.models)))
-            if arguments.before is not None:
-                print(f"{moved(before, gpus)} of {len(demands)} slices are new, the others stay")
-        if best is None or num_used(gpus) < num_used(best[1]):
-            best = (card, gpus)
-    assert best is not None
-    card, gpus = best
+        try:
+            plans.append(_pack(fleet, card, arguments.before))
+        except ConfigError as error:
+            left_out.append(f"{card.name}: {error}")
+    if not plans:
+        raise ConfigError("; ".join(left_out))
+    for line in left_out:
+        print(f"quire: left out: {line}", file=sys.stderr)
+    best = min(plans, key=lambda plan: num_used(plan.gpus))
     if arguments.json:
-        print(json.dumps({"card": card.name, "gpus": [gpu_record(gpu) for gpu in gpus]}, indent=2))
+        print(json.dumps(_plan_record(best), indent=2))
+    else:
+        print("\n".join(_plan_text(plan, len(fleet.models)) for plan in plans))
+        if len(fleet.cards) > 1:
+            print(f"{best.card.name} needs the fewest GPUs: {num_used(best.gpus)}")
     if arguments.write is not None:
-        nodes = fleet.nodes or (Node("NODE", len(gpus)),)
+        nodes = fleet.nodes or (Node("NODE", len(best.gpus)),)
         served = {model.name: [model.source, *model.flags] for model in fleet.models}
-        write(arguments.write, gpus, nodes, served, arguments.platform)
+        write(arguments.write, best.gpus, nodes, served, arguments.platform)
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _FleetPlan:
+    """Slices of a fleet's models on one kind of GPU. `before`: GPUs of the layout in use."""
+
+    card: Card
+    demands: Sequence[Demand]
+    before: Sequence[PackedGpu]
+    gpus: Sequence[PackedGpu]
+
+
+def _pack(fleet: FleetFile, card: Card, path: Path | None) -> _FleetPlan:
+    bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
+    demands = [demand for model in bar for demand in demands_of(model, card)]
+    before = [] if path is None else _before(path, card, demands, fleet.nodes)
+    return _FleetPlan(card, demands, before, pack(demands, card, before))
 
 
 def _before(path: Path, card: Card, demands: Sequence[Demand], nodes: Sequence[Node]) -> list[PackedGpu]:
@@ -283,18 +303,21 @@ def gpu_record(gpu: PackedGpu) -> dict[str, Any]:
     return {"layout": dict(sorted(multiset(gpu.layout).items())), "slices": slices}
 
 
-def _packed_text(card: Card, gpus: list[PackedGpu], demands: list[Demand], num_models: int) -> str:
-    rows = [["GPU", "filled", "layout and models"]]
-    for index, gpu in enumerate(gpus):
-        by_start = {placement.start: placement.profile for placement in gpu.layout}
-        waiting = list(gpu.demands)
-        words = []
-        for profile in by_start.values():
-            demand = next(d for d in waiting if d.profile == profile)
-            waiting.remove(demand)
-            words.append(f"{profile.name} {demand.model}")
-        rows.append([str(index), f"{100 * gpu.filling:.0f} %", ", ".join(words) or "no slices"])
-    return (
-        f"{num_models} models, {len(demands)} slices: {num_used(gpus)} × {card.name} instead of {len(demands)} with "
-        f"one model each (at least {lower_bound(demands)} are needed)\n{aligned(rows, right=(0, 1))}"
+def _plan_record(plan: _FleetPlan) -> dict[str, Any]:
+    return {"card": plan.card.name, "gpus": [gpu_record(gpu) for gpu in plan.gpus]}
+
+
+def _plan_text(plan: _FleetPlan, num_models: int) -> str:
+    card, demands = plan.card, plan.demands
+    rows = [["GPU", "filled", "slices and models"]]
+    for index, gpu in enumerate(plan.gpus):
+        words = ", ".join(f"{demand.profile.name} {demand.model}" for demand in gpu.demands)
+        rows.append([str(index), f"{100 * gpu.filling:.0f} %", words or "no slices"])
+    text = (
+        f"{num_models} models, {len(demands)} slices: {num_used(plan.gpus)} × {card.name} instead of "
+        f"{len(demands)} with one model each (at least {lower_bound(demands)} are needed)\n"
+        f"{aligned(rows, right=(0, 1))}"
     )
+    if plan.before:
+        text += f"\n{moved(plan.before, plan.gpus)} of {len(demands)} slices are new, the others stay"
+    return text

@@ -104,8 +104,12 @@ def read_fleet(path: Path) -> FleetFile:
         raise ConfigError(f"{path}: the name {twice[0]!r} is given twice: rename one")
     if whole:
         return FleetFile((), (), models, _whole_cards(document, str(path)))
+    if {"card", "cards"} <= document.keys():
+        raise ConfigError(f"{path}: `card` and `cards` are given: leave one of them out")
     names = document.get("cards") or [document.get("card")]
     cards = tuple(find_card(str(name)) for name in (names if isinstance(names, list) else [names]))
+    if len(set(cards)) < len(cards):
+        raise ConfigError(f"{path}: cards has {', '.join(card.name for card in cards)}: give each kind once")
     return FleetFile(cards, _nodes(document.get("nodes"), f"{path}: nodes"), models)
 
 
