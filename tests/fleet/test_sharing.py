@@ -261,7 +261,7 @@ def test_a_gpu_whose_models_are_gone_keeps_its_place(tmp_path: Path, capsys) -> 
     assert main([*plan, "--before", str(folder / "mig-parted.yaml")]) == 0
     said = capsys.readouterr().out
     assert "0 of 5 slices are new" in said
-    assert "2 × a100-80g instead of 5" in said
+    assert "2 models, 5 slices: 2 × a100-80g instead of 3 with one model each" in said
     new = yaml.safe_load((folder / "mig-parted.yaml").read_text())["mig-configs"]["quire-NODE"]
     assert old[0] == {"devices": [0], "mig-enabled": True, "mig-devices": {"7g.80gb": 1}}
     assert new == [{"devices": [0], "mig-enabled": False}, *old[1:]]
@@ -526,6 +526,13 @@ def test_a_kind_of_gpu_that_is_too_small_is_left_out(tmp_path: Path, capsys) -> 
     refused = capsys.readouterr().err
     assert "a100-40g: a100-40g has no slice" in refused
     assert "; h200: h200 has no slice '3g.40gb'" in refused
+
+
+def test_one_model_on_one_gpu_is_not_counted_by_its_slices(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("card: a100-80g\nmodels: [{name: a, slice: 1g.10gb, replicas: 7}]")
+    assert main(["plan", "--fleet", str(path)]) == 0
+    assert "1 model, 7 slices: 1 × a100-80g instead of 1 with one model each" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("cards", "said"), [

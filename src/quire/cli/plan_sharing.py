@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.bench.table import aligned, in_bytes
+from quire.bench.table import aligned, counted, in_bytes
 from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.core import laboratory
@@ -130,7 +131,7 @@ def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, 
         print(json.dumps(_point(held, slo), indent=2))
     else:
         print(
-            f"{held.profile} of {card.name} is the smallest slice for {held.users} users: "
+            f"{held.profile} of {card.name} is the smallest slice for {counted(held.users, 'user')}: "
             f"{1e3 * held.per_token:.1f} ms per token and {held.per_request:.2f} s per request (95th percentiles, "
             f"simulated; SLO {1e3 * slo.per_token:g} ms and {slo.per_request:g} s)"
         )
@@ -147,7 +148,7 @@ def _point(point: Any, slo: Any) -> dict[str, Any]:
 
 def _curve_table(slices: Any, points: Sequence[Any], card: Card, slo: Any) -> str:
     users = sorted({point.users for point in points})
-    rows = [["slice", *(f"{count} users" for count in users), "meets the SLO up to"]]
+    rows = [["slice", *(counted(count, "user") for count in users), "meets the SLO up to"]]
     notes = []
     for profile in card.profiles:
         of_slice = {point.users: point for point in points if point.profile == profile.name}
@@ -156,7 +157,7 @@ def _curve_table(slices: Any, points: Sequence[Any], card: Card, slo: Any) -> st
             notes.append(f"{profile.name}: {refused}")
         cells = [_cell(of_slice.get(count), slo) for count in users]
         most = slices.most_users(points, profile.name, slo)
-        rows.append([profile.name, *cells, f"{most} users" if most else "—"])
+        rows.append([profile.name, *cells, counted(most, "user") if most else "—"])
     title = (
         f"ms per token / seconds per request (95th percentiles, simulated), {slo.prompt_tokens} tokens in and "
         f"{slo.output_tokens} out; * misses {1e3 * slo.per_token:g} ms or {slo.per_request:g} s"
@@ -313,9 +314,10 @@ def _plan_text(plan: _FleetPlan, num_models: int) -> str:
     for index, gpu in enumerate(plan.gpus):
         words = ", ".join(f"{demand.profile.name} {demand.model}" for demand in gpu.demands)
         rows.append([str(index), f"{100 * gpu.filling:.0f} %", words or "no slices"])
+    alone = sum(len(pack([demand] * count, card)) for demand, count in Counter(demands).items())
     text = (
-        f"{num_models} models, {len(demands)} slices: {num_used(plan.gpus)} × {card.name} instead of "
-        f"{len(demands)} with one model each (at least {lower_bound(demands)} are needed)\n"
+        f"{counted(num_models, 'model')}, {counted(len(demands), 'slice')}: {num_used(plan.gpus)} × {card.name} "
+        f"instead of {alone} with one model each (lower bound: {lower_bound(demands)})\n"
         f"{aligned(rows, right=(0, 1))}"
     )
     if plan.before:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from quire.bench.report import percentile
+from quire.bench.table import counted
 from quire.core.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.core.request import Request
 from quire.fleet.mig import Card, Profile
@@ -144,12 +145,12 @@ def smallest(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> S
     if last.why:
         why = last.why
         if instead := ", or ".join(_instead(settings, card, slo, users)):
-            why = f"{why}; slices cannot be joined: for {users} users, {instead}"
+            why = f"{why}; slices cannot be joined: for {counted(users, 'user')}, {instead}"
         raise ConfigError(f"no slice of {card.name} is large enough: {why}")
     raise SloMissed(
         f"no slice of {card.name} meets {1e3 * slo.per_token:g} ms per token and {slo.per_request:g} s per "
-        f"request for {users} users: the whole GPU takes {1e3 * last.per_token:.1f} ms and {last.per_request:.1f} s; "
-        "allow that, use several replicas, or fewer bits (--quantization int4)"
+        f"request for {counted(users, 'user')}: the whole GPU takes {1e3 * last.per_token:.1f} ms and "
+        f"{last.per_request:.1f} s; allow that, use several replicas, or fewer bits (--quantization int4)"
     )
 
 
