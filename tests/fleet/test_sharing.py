@@ -70,12 +70,30 @@ def test_a_layout_that_cannot_be_placed_names_the_nearest() -> None:
         check_layout(A100, Counter({"3g.40gb": 4}))
     with pytest.raises(ConfigError, match=r"has no slice '5g\.40gb': choose one of"):
         check_layout(A100, Counter({"5g.40gb": 1}))
-    assert find_card("A100 80GB") is A100
-    assert find_card("NVIDIA H200") is CARDS["h200"]
-    with pytest.raises(
-        ConfigError, match=r"'v100' is not among the GPUs with MIG that are known: a100-40g, .*h200$"
+
+
+def test_a_gpu_is_known_by_its_own_name_and_nvmls() -> None:
+    names = {
+        "a100-40g": "NVIDIA A100-SXM4-40GB|NVIDIA A100-PCIE-40GB|a100 40g",
+        "a100-80g": "NVIDIA A100-SXM4-80GB|NVIDIA A100 80GB PCIe|A100 80GB|a100-80g",
+        "h100": "NVIDIA H100 80GB HBM3|h100-80gb|H100|H100-SXM5-80GB",
+        "h200": "NVIDIA H200|NVIDIA H200 NVL|h200-141gb",
+    }
+    assert {
+        name: {find_card(title).name for title in titles.split("|")} for name, titles in names.items()
+    } == {name: {name} for name in names}
+    for other in (
+        "v100",
+        "a100",
+        "A100-SXM-64GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA GH200 480GB",
     ):
-        find_card("v100")
+        with pytest.raises(
+            ConfigError, match=r"is not among the GPUs with MIG that are known: a100-40g, .*h200$"
+        ):
+            find_card(other)
 
 
 def test_packing_is_at_most_one_gpu_above_what_is_needed() -> None:
@@ -357,7 +375,7 @@ def test_the_table_of_an_h200_is_what_nvml_gave_of_one() -> None:
     rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200_gpu_sharing.json").read_text())
     (row,) = (row for row in rows if row["mode"] == "mig")
     found = tuple(nvml.CardProfile(**{**s, "starts": tuple(s["starts"])}) for s in row["slices"])
-    assert nvml.differences(nvml.known_card(row["card"], found), found) == []
+    assert nvml.differences(find_card(row["card"]), found) == []
     for s in row["slices"]:  # and simulated slices are of that size
         device = find_device(f"simulated:h200-{s['name']}")
         whole = find_device("simulated:h200")

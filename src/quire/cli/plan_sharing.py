@@ -118,7 +118,7 @@ def _check_flags(arguments: argparse.Namespace, has_model: bool) -> None:
 def _card_here() -> Card:
     """The GPU that is here; what NVML's table has otherwise than ours goes to stderr."""
     title, found = nvml.read_card()
-    card = nvml.known_card(title, found)
+    card = find_card(title)
     lines = nvml.differences(card, found) or [f"its {len(found)} slices are those of the table"]
     print("\n".join(f"quire: NVML, {title}: {line}" for line in lines), file=sys.stderr)
     return card

@@ -91,12 +91,21 @@ CARDS = {
 }
 
 
+# letters and digits of names, NVML's too; H100 PCIe and NVL have other SMs or memory
+_NAMES = {
+    "a100-40g": "a100(sxm4?|pcie)?40gb?(pcie)?",
+    "a100-80g": "a100(sxm4?|pcie)?80gb?(pcie)?",
+    "h100": "h100(sxm5?)?(80gb?)?(hbm3)?",
+    "h200": "h200(sxm5?|nvl)?(141gb?)?(hbm3e)?",
+}
+
+
 def find_card(name: str) -> Card:
-    """In any spelling: A100-80GB, a100 80g, H200."""
+    """By a name such as a100 80g or H200, or by NVML's, such as NVIDIA A100-SXM4-80GB."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
-    for card in CARDS.values():
-        if plain in (key := card.name.replace("-", ""), key + "b"):
-            return card
+    for known_name, pattern in _NAMES.items():
+        if re.fullmatch(pattern, plain):
+            return CARDS[known_name]
     known = f"GPUs with MIG that are known: {', '.join(CARDS)}"
     if name in ("", "None"):  # a file without the field
         raise ConfigError(

@@ -4,7 +4,7 @@ import ctypes
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
-from quire.fleet.mig import Card, find_card
+from quire.fleet.mig import Card
 
 LIBRARY = "libnvidia-ml.so.1"
 _NUM_PROFILES = 32  # ids that are asked; NVML refuses what the GPU has not
@@ -81,13 +81,6 @@ def _read(nvml: ctypes.CDLL, index: int) -> tuple[str, tuple[CardProfile, ...]]:
     if not profiles:
         raise ConfigError(f"{title.value.decode()} has no MIG: name a GPU that has, as in --mig h100")
     return title.value.decode(), tuple(sorted(profiles, key=lambda p: (p.compute, p.memory)))
-
-
-def known_card(title: str, table: tuple[CardProfile, ...]) -> Card:
-    """Ours of the GPU that NVML names so. ConfigError where it is not known."""
-    size = max(profile.megabytes for profile in table)
-    name = title.lower().removeprefix("nvidia ").split()[0].split("-")[0]
-    return find_card(f"{name}-{'80g' if size > 50_000 else '40g'}" if name == "a100" else name)
 
 
 def differences(card: Card, table: tuple[CardProfile, ...]) -> list[str]:

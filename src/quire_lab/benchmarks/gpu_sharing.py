@@ -214,10 +214,10 @@ def shares(num_layers: int | None) -> Iterator[dict[str, Any]]:
 
 def mig_table() -> dict[str, Any]:
     """What `quire plan --mig auto` reads and compares; MIG may be off."""
-    from quire.fleet import nvml
+    from quire.fleet import mig, nvml
 
     title, table = nvml.read_card()
-    different = nvml.differences(nvml.known_card(title, table), table) or "none"
+    different = nvml.differences(mig.find_card(title), table) or "none"
     return {
         "role": "nvml",
         "card": title,
