@@ -80,15 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if arguments.users is not None:
         return _one(arguments, slices, settings, card, slo)
+    curves = laboratory.load("report.slice_curves", "`quire plan MODEL --mig`")
     if arguments.figure is not None:
         laboratory.load("report.figure", "--figure").check_matplotlib()
     points = slices.curve(settings, card, slo)
     if arguments.json:
         print(json.dumps([_point(point, slo) for point in points], indent=2))
     else:
-        print(_curve_table(slices, points, card, slo))
+        print(curves.table(points, card, slo))
     if arguments.figure is not None:
-        laboratory.load("report.slice_curves", "--figure").draw(points, card, slo, arguments.figure)
+        curves.draw(points, card, slo, arguments.figure)
     return 0
 
 
@@ -144,31 +145,6 @@ def _point(point: Any, slo: Any) -> dict[str, Any]:
         "slice": point.profile, "users": point.users, "fits": fits, "meets_slo": point.meets(slo), "why": point.why,
         "per_token_s": point.per_token if fits else None, "per_request_s": point.per_request if fits else None,
     }  # fmt: skip
-
-
-def _curve_table(slices: Any, points: Sequence[Any], card: Card, slo: Any) -> str:
-    users = sorted({point.users for point in points})
-    rows = [["slice", *(counted(count, "user") for count in users), "meets the SLO up to"]]
-    notes = []
-    for profile in card.profiles:
-        of_slice = {point.users: point for point in points if point.profile == profile.name}
-        refused = next((point.why for point in of_slice.values() if point.why), "")
-        if refused:
-            notes.append(f"{profile.name}: {refused}")
-        cells = [_cell(of_slice.get(count), slo) for count in users]
-        most = slices.most_users(points, profile.name, slo)
-        rows.append([profile.name, *cells, counted(most, "user") if most else "—"])
-    title = (
-        f"ms per token / seconds per request (95th percentiles, simulated), {slo.prompt_tokens} tokens in and "
-        f"{slo.output_tokens} out; * misses {1e3 * slo.per_token:g} ms or {slo.per_request:g} s"
-    )
-    return "\n".join([title, aligned(rows, right=tuple(range(1, len(users) + 2))), *notes])
-
-
-def _cell(point: Any, slo: Any) -> str:
-    if point is None or point.why:
-        return "—"
-    return f"{1e3 * point.per_token:.1f} / {point.per_request:.2f}{' ' if point.meets(slo) else '*'}"
 
 
 def _tables(card: Card) -> str:

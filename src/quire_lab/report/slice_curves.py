@@ -1,12 +1,39 @@
-"""Latency over users for each slice of a GPU, with the SLO as a line."""
+"""Latency over users for each slice of a GPU: as a table, and as a picture with the SLO as a line."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.bench.table import aligned, counted
 from quire.fleet.mig import Card
-from quire_lab.measure.slices import SliceLatency, Slo
+from quire_lab.measure.slices import SliceLatency, Slo, most_users
 from quire_lab.report.figure import GREY, Picture, line_style, write_picture
+
+
+def table(points: Sequence[SliceLatency], card: Card, slo: Slo) -> str:
+    """One row per slice, with the reasons for those that are too small below."""
+    users = sorted({point.users for point in points})
+    rows = [["slice", *(counted(count, "user") for count in users), "meets the SLO up to"]]
+    notes = []
+    for profile in card.profiles:
+        of_slice = {point.users: point for point in points if point.profile == profile.name}
+        refused = next((point.why for point in of_slice.values() if point.why), "")
+        if refused:
+            notes.append(f"{profile.name}: {refused}")
+        cells = [_cell(of_slice.get(count), slo) for count in users]
+        most = most_users(points, profile.name, slo)
+        rows.append([profile.name, *cells, counted(most, "user") if most else "—"])
+    title = (
+        f"ms per token / seconds per request (95th percentiles, simulated), {slo.prompt_tokens} tokens in and "
+        f"{slo.output_tokens} out; * misses {1e3 * slo.per_token:g} ms or {slo.per_request:g} s"
+    )
+    return "\n".join([title, aligned(rows, right=tuple(range(1, len(users) + 2))), *notes])
+
+
+def _cell(point: SliceLatency | None, slo: Slo) -> str:
+    if point is None or point.why:
+        return "—"
+    return f"{1e3 * point.per_token:.1f} / {point.per_request:.2f}{' ' if point.meets(slo) else '*'}"
 
 
 def draw(points: Sequence[SliceLatency], card: Card, slo: Slo, path: Path) -> Path:
