@@ -191,8 +191,6 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": 1}
     assert container["args"][:3] == ["org/chat", "--quantization", "int4"]
     assert "oc label node a nvidia.com/mig.config=quire-a" in (tmp_path / "apply.sh").read_text()
-    with pytest.raises(ConfigError, match="the plan needs 2 GPUs and the nodes have 1: add 1"):
-        manifests.write(tmp_path, gpus, nodes[:1], models, "kubernetes")
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -283,6 +281,34 @@ def test_a_gpu_whose_models_are_gone_keeps_its_place(tmp_path: Path, capsys) -> 
     new = yaml.safe_load((folder / "mig-parted.yaml").read_text())["mig-configs"]["quire-NODE"]
     assert old[0] == {"devices": [0], "mig-enabled": True, "mig-devices": {"7g.80gb": 1}}
     assert new == [{"devices": [0], "mig-enabled": False}, *old[1:]]
+
+
+def test_too_few_nodes_are_said_before_a_plan(tmp_path: Path, capsys) -> None:
+    fleet, before = tmp_path / "fleet.yaml", tmp_path / "mig-parted.yaml"
+    nodes = "nodes: [{name: n, gpus: 2}]"
+    models = [f"{{name: m{index}, slice: 3g.40gb}}" for index in range(5)]
+    plan = ["plan", "--fleet", str(fleet)]
+    fleet.write_text(f"card: a100-80g\n{nodes}\nmodels: [{', '.join(models)}]")
+    assert main(plan) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "the plan needs 3 GPUs and the nodes have 2: add 1\n" in said.err
+    in_use = [f"{{devices: [{index}], mig-enabled: true, mig-devices: {{1g.10gb: 4}}}}" for index in range(2)]
+    before.write_text(f"version: v1\nmig-configs: {{quire-n: [{', '.join(in_use)}]}}")
+    small = [f"{{name: s{index}, slice: 1g.10gb}}" for index in range(8)]
+    fleet.write_text(f"card: a100-80g\n{nodes}\nmodels: [{', '.join([*small, '{name: l, slice: 4g.40gb}'])}]")
+    assert main([*plan, "--before", str(before)]) == 2
+    assert "needs 3 GPUs and the nodes have 2: add 1, or plan without --before\n" in capsys.readouterr().err
+    assert main(plan) == 0
+
+
+def test_files_that_cannot_be_written_are_said(tmp_path: Path, capsys) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("card: h100\nmodels: [{name: a, slice: 1g.10gb}]")
+    for folder in (fleet, fleet / "below"):
+        assert main(["plan", "--fleet", str(fleet), "--write", str(folder)]) == 2
+        assert f"--write {folder}: " in (said := capsys.readouterr().err)
+        assert said.endswith(": name a folder that can be written\n")
 
 
 def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,7 +234,14 @@ def _pack(fleet: FleetFile, card: Card, path: Path | None) -> _FleetPlan:
     bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
     demands = [demand for model in bar for demand in demands_of(model, card)]
     before = [] if path is None else _before(path, card, demands, fleet.nodes)
-    return _FleetPlan(card, demands, before, pack(demands, card, before))
+    gpus = pack(demands, card, before)
+    have = sum(node.num_gpus for node in fleet.nodes)
+    if fleet.nodes and have < len(gpus):
+        instead = ", or plan without --before" if before and len(pack(demands, card)) <= have else ""
+        raise ConfigError(
+            f"the plan needs {len(gpus)} GPUs and the nodes have {have}: add {len(gpus) - have}{instead}"
+        )
+    return _FleetPlan(card, demands, before, gpus)
 
 
 def _before(path: Path, card: Card, demands: Sequence[Demand], nodes: Sequence[Node]) -> list[PackedGpu]:

@@ -47,12 +47,7 @@ class Node:
 
 
 def on_nodes(gpus: Sequence[PackedGpu], nodes: Sequence[Node]) -> list[tuple[Node, list[PackedGpu]]]:
-    """GPUs of the plan in the order of the nodes. ConfigError where there are too few."""
-    have = sum(node.num_gpus for node in nodes)
-    if have < len(gpus):
-        raise ConfigError(
-            f"the plan needs {len(gpus)} GPUs and the nodes have {have}: add {len(gpus) - have}"
-        )
+    """GPUs of the plan in the order of the nodes, which have enough of them."""
     rest, placed = list(gpus), []
     for node in nodes:
         if rest:
@@ -300,6 +295,9 @@ def write(
         "queries.yaml": dump(QUERIES),
         "apply.sh": commands(placed, platform),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {folder}: {error.strerror}: name a folder that can be written") from error
