@@ -276,7 +276,7 @@ def test_a_gpu_whose_models_are_gone_keeps_its_place(tmp_path: Path, capsys) -> 
     old = yaml.safe_load((folder / "mig-parted.yaml").read_text())["mig-configs"]["quire-NODE"]
     assert main([*plan, "--before", str(folder / "mig-parted.yaml")]) == 0
     said = capsys.readouterr().out
-    assert "0 of 5 slices are new" in said
+    assert "0 of 5 slices are new; mig-parted makes all slices of 1 changed GPU again: 0\n" in said
     assert "2 models, 5 slices: 2 × a100-80g instead of 3 with one model each" in said
     new = yaml.safe_load((folder / "mig-parted.yaml").read_text())["mig-configs"]["quire-NODE"]
     assert old[0] == {"devices": [0], "mig-enabled": True, "mig-devices": {"7g.80gb": 1}}
@@ -320,14 +320,25 @@ def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.C
     before = ["--before", str(folder / "mig-parted.yaml")]
     fleet.write_text("\n".join(["card: a100-80g", "models:", *models[1:], models[0].replace("m0", "other")]))
     assert main(["plan", "--fleet", str(fleet), *before]) == 0
-    assert "0 of 12 slices are new" in capsys.readouterr().out
+    assert (
+        "0 of 12 slices are new; mig-parted makes all slices of 0 changed GPUs again: none"
+        in capsys.readouterr().out
+    )
     fleet.write_text(
         "\n".join(["card: a100-80g", "models:", *models, "- {name: n, model: org/n, slice: 2g.20gb}"])
     )
     assert main(["plan", "--fleet", str(fleet), *before]) == 0
-    assert "1 of 13 slices are new" in capsys.readouterr().out
+    assert (
+        "1 of 13 slices are new; mig-parted makes all slices of 1 changed GPU again: "
+        in capsys.readouterr().out
+    )
+    assert main(["plan", "--fleet", str(fleet), *before, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["new_slices"] == 1
+    (index,) = record["changed_gpus"]
+    assert "2g.20gb" in record["gpus"][index]["layout"]
     assert main(["plan", "--fleet", str(fleet), "--before", str(tmp_path / "none")]) != 0
-    assert "it cannot be read" in capsys.readouterr().err
+    assert "none: [Errno 2] No such file" in capsys.readouterr().err
 
 
 FAKE_NVML = r"""

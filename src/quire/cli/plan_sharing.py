@@ -19,7 +19,7 @@ from quire.core.errors import ConfigError, QuireError
 from quire.fleet import nvml
 from quire.fleet.manifests import NAMESPACE, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
-from quire.fleet.packing import Demand, PackedGpu, lower_bound, moved, num_used, pack
+from quire.fleet.packing import Demand, PackedGpu, changed, lower_bound, moved, num_used, pack
 from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
 
 AUTO = "auto"
@@ -247,9 +247,7 @@ def _pack(fleet: FleetFile, card: Card, path: Path | None) -> _FleetPlan:
 def _before(path: Path, card: Card, demands: Sequence[Demand], nodes: Sequence[Node]) -> list[PackedGpu]:
     try:
         return packed_before(path.read_text(encoding="utf-8"), card, demands, nodes)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--before {path}: it cannot be read ({error})") from error
-    except ConfigError as error:
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"--before {path}: {error}") from error
 
 
@@ -288,7 +286,13 @@ def gpu_record(gpu: PackedGpu) -> dict[str, Any]:
 
 
 def _plan_record(plan: _FleetPlan) -> dict[str, Any]:
-    return {"card": plan.card.name, "gpus": [gpu_record(gpu) for gpu in plan.gpus]}
+    record: dict[str, Any] = {"card": plan.card.name, "gpus": [gpu_record(gpu) for gpu in plan.gpus]}
+    if plan.before:
+        record |= {
+            "new_slices": moved(plan.before, plan.gpus),
+            "changed_gpus": changed(plan.before, plan.gpus),
+        }
+    return record
 
 
 def _plan_text(plan: _FleetPlan, num_models: int) -> str:
@@ -304,5 +308,9 @@ def _plan_text(plan: _FleetPlan, num_models: int) -> str:
         f"{aligned(rows, right=(0, 1))}"
     )
     if plan.before:
-        text += f"\n{moved(plan.before, plan.gpus)} of {len(demands)} slices are new, the others stay"
+        indices = changed(plan.before, plan.gpus)
+        text += (
+            f"\n{moved(plan.before, plan.gpus)} of {len(demands)} slices are new; mig-parted makes all slices of "
+            f"{counted(len(indices), 'changed GPU')} again: {', '.join(map(str, indices)) or 'none'}"
+        )
     return text

@@ -142,3 +142,13 @@ def moved(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> int:
     new = [Counter(gpu.demands) for gpu in after]
     same = sum((a & b).total() for a, b in zip(old, new, strict=False))
     return sum(one.total() for one in new) - same
+
+
+def changed(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> list[int]:
+    """Indices of GPUs whose slices are not those of before. mig-parted removes every slice of such a GPU first."""
+    old, new = (
+        [Counter(demand.profile for demand in gpu.demands) for gpu in gpus] for gpus in (before, after)
+    )
+    return [
+        index for index, slices in enumerate(new) if slices != (old[index] if index < len(old) else Counter())
+    ]
