@@ -1,6 +1,7 @@
 """MIG layouts, packing, the files that apply a plan, and `quire plan --mig` and `--fleet`."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -190,7 +191,24 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     assert chat["spec"]["replicas"] == 2
     assert container["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": 1}
     assert container["args"][:3] == ["org/chat", "--quantization", "int4"]
-    assert "oc label node a nvidia.com/mig.config=quire-a" in (tmp_path / "apply.sh").read_text()
+    called = tmp_path / "called"
+    for tool in ("oc", "kubectl"):
+        (tmp_path / tool).write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
+        (tmp_path / tool).chmod(0o755)
+    run = ["sh", str(tmp_path / "apply.sh")]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(run, env=environment, check=True, capture_output=True)
+    done = called.read_text().splitlines()
+    wait = "wait node a b --timeout=15m --for=jsonpath={.metadata.labels.nvidia\\.com/mig\\.config\\.state}=success"
+    in_order = ["adm drain a b --ignore-daemonsets", "label node a b nvidia.com/mig.config.state-"]
+    in_order += ["label node a nvidia.com/mig.config=quire-a --overwrite", wait, "adm uncordon a b"]
+    assert [line for line in done if line in in_order] == in_order
+    assert done.index(wait) < done.index("apply -f deployments.yaml")
+    called.unlink()
+    manifests.write(tmp_path, gpus, [manifests.Node(manifests.NO_NAME, 2)], models, "kubernetes")
+    refused = subprocess.run(run, env=environment, check=False, capture_output=True, text=True)
+    assert (refused.returncode, called.exists()) == (1, False)
+    assert "give `nodes` in the fleet file" in refused.stderr
 
 
 @pytest.mark.parametrize(("text", "said"), [

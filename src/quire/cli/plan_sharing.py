@@ -17,7 +17,7 @@ from quire.cli.parser import Parser
 from quire.core import laboratory
 from quire.core.errors import ConfigError, QuireError
 from quire.fleet import nvml
-from quire.fleet.manifests import NAMESPACE, Node, packed_before, whole_number, write
+from quire.fleet.manifests import NAMESPACE, NO_NAME, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, changed, lower_bound, moved, num_used, pack
 from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         laboratory.load("report.figure", "--figure").check_matplotlib()
     points = slices.curve(settings, card, slo)
     if arguments.json:
-        print(json.dumps([_point(point, slo) for point in points], indent=2))
+        print(json.dumps([point.record(slo) for point in points], indent=2))
     else:
         print(curves.table(points, card, slo))
     if arguments.figure is not None:
@@ -129,7 +129,7 @@ def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, 
     users = whole_number(arguments.users, "--users", slices.MAX_USERS)
     held = slices.smallest(settings, card, slo, users)
     if arguments.json:
-        print(json.dumps(_point(held, slo), indent=2))
+        print(json.dumps(held.record(slo), indent=2))
     else:
         print(
             f"{held.profile} of {card.name} is the smallest slice for {counted(held.users, 'user')}: "
@@ -137,14 +137,6 @@ def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, 
             f"simulated; SLO {1e3 * slo.per_token:g} ms and {slo.per_request:g} s)"
         )
     return 0
-
-
-def _point(point: Any, slo: Any) -> dict[str, Any]:
-    fits = not point.why
-    return {
-        "slice": point.profile, "users": point.users, "fits": fits, "meets_slo": point.meets(slo), "why": point.why,
-        "per_token_s": point.per_token if fits else None, "per_request_s": point.per_request if fits else None,
-    }  # fmt: skip
 
 
 def _tables(card: Card) -> str:
@@ -213,7 +205,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
         if len(fleet.cards) > 1:
             print(f"{best.card.name} needs the fewest GPUs: {num_used(best.gpus)}")
     if arguments.write is not None:
-        nodes = fleet.nodes or (Node("NODE", len(best.gpus)),)
+        nodes = fleet.nodes or (Node(NO_NAME, len(best.gpus)),)
         served = {model.name: [model.source, *model.flags] for model in fleet.models}
         write(arguments.write, best.gpus, nodes, served, arguments.platform)
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
@@ -270,11 +262,11 @@ def demands_of(model: FleetModel, card: Card) -> list[Demand]:
     if model.slice is not None:
         return [Demand(model.name, card.profile(model.slice))] * model.replicas
     slices = laboratory.load("measure.slices", "`quire plan --fleet`")
-    names = {"slo_per_token": "per_token", "slo_request": "per_request"}
-    slo = slices.Slo(**{names.get(name, name): value for name, value in model.slo.items()})
     settings = {**model.settings, "model": model.source}
     try:
-        chosen, replicas = slices.fewest_replicas(settings, card, slo, model.users, model.replicas)
+        chosen, replicas = slices.fewest_replicas(
+            settings, card, slices.Slo.of(model.slo), model.users, model.replicas
+        )
     except QuireError as error:
         raise ConfigError(f"{model.name}: {error}") from error
     return [Demand(model.name, card.profile(chosen.profile))] * replicas

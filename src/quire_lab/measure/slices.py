@@ -35,6 +35,12 @@ class Slo:
     prompt_tokens: int = 512
     output_tokens: int = 128
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Slo":
+        """From the names of a fleet file: slo_per_token, slo_request and the two lengths."""
+        names = {"slo_per_token": "per_token", "slo_request": "per_request"}
+        return cls(**{names.get(name, name): value for name, value in fields.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class SliceLatency:
@@ -48,6 +54,13 @@ class SliceLatency:
 
     def meets(self, slo: Slo) -> bool:
         return self.per_token <= slo.per_token and self.per_request <= slo.per_request
+
+    def record(self, slo: Slo) -> dict[str, Any]:
+        fits = not self.why
+        return {
+            "slice": self.profile, "users": self.users, "fits": fits, "meets_slo": self.meets(slo), "why": self.why,
+            "per_token_s": self.per_token if fits else None, "per_request_s": self.per_request if fits else None,
+        }  # fmt: skip
 
 
 def latency(settings: Mapping[str, Any], card: Card, profile: Profile, users: int, slo: Slo) -> SliceLatency:
