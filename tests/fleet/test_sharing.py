@@ -23,6 +23,7 @@ from quire.fleet.mig import (
     CARDS,
     COMPUTE_SLICES,
     MEMORY_SLICES,
+    Profile,
     check_layout,
     find_card,
     fits,
@@ -51,6 +52,14 @@ def test_layouts_are_all_maximal_ones(card) -> None:
         assert sum(placement.profile.compute for placement in layout) <= COMPUTE_SLICES
         assert not any(fits(layout, more) for more in placements(card.profiles))
         assert all(placement.start in placement.profile.starts for placement in layout)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: card.name)
+def test_a_slice_has_the_memory_that_is_simulated(card) -> None:
+    for profile in card.profiles:
+        simulated = find_device(f"simulated:{card.name}-{profile.name}").memory_bytes
+        whole = profile.compute == COMPUTE_SLICES  # of which CUDA gives a little less than NVML
+        assert profile.megabytes << 20 == pytest.approx(simulated, rel=0.005 if whole else 0)
 
 
 @given(st.lists(st.sampled_from(A100.profiles), min_size=1, max_size=8))
@@ -429,7 +438,7 @@ def test_the_card_that_is_here_is_read_from_nvml(tmp_path: Path, monkeypatch, ca
 def test_the_table_of_an_h200_is_what_nvml_gave_of_one() -> None:
     rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200_gpu_sharing.json").read_text())
     (row,) = (row for row in rows if row["mode"] == "mig")
-    found = tuple(nvml.CardProfile(**{**s, "starts": tuple(s["starts"])}) for s in row["slices"])
+    found = tuple(Profile(**{**s, "starts": tuple(s["starts"])}) for s in row["slices"])
     assert nvml.differences(find_card(row["card"]), found) == []
     for s in row["slices"]:  # and simulated slices are of that size
         device = find_device(f"simulated:h200-{s['name']}")

@@ -143,7 +143,7 @@ def _tables(card: Card) -> str:
     header = ["slice", "compute of 7", "memory of 8", "SMs", "memory", "starts at"]
     rows = [
         [p.name, str(p.compute), str(p.memory), str(p.num_sms),
-         in_bytes(card.slice_bytes(p)), ", ".join(map(str, p.starts))]
+         in_bytes(p.megabytes << 20), ", ".join(map(str, p.starts))]
         for p in card.profiles
     ]  # fmt: skip
     plain, every = layouts(without_double(card)), layouts(card.profiles)
@@ -174,7 +174,7 @@ def _as_json(card: Card) -> str:
         "card": card.name,
         "slices": [
             {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts,
-             "num_sms": p.num_sms, "bytes": card.slice_bytes(p)}
+             "num_sms": p.num_sms, "bytes": p.megabytes << 20}
             for p in card.profiles
         ],
         "layouts": [[[p.profile.name, p.start] for p in layout] for layout in layouts(card.profiles)],

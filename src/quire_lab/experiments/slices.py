@@ -88,7 +88,7 @@ def _packed(wanted: Sequence[Demand]) -> dict[str, Any]:
 
 
 def _num_parameters(model: FleetModel) -> int:
-    config = EngineConfig.of(model=model.source, device=f"simulated:{CARD.device}", **model.settings)
+    config = EngineConfig.of(model=model.source, device=f"simulated:{CARD.name}", **model.settings)
     described = registry.describe(open_shape(config).config)
     return simulated_parts(config, described, ()).weights.num_parameters
 
@@ -112,7 +112,7 @@ def _finding(points: dict[str, list[SliceLatency]], packed: dict[str, Any]) -> F
     head = ["model", "slice", "users, published", "users, computed", "at the published", "smallest for these"]
     tables = [Table("Published statements beside the simulated slices", head, rows, left=2)]
     notes = [
-        *basis({"model": ", ".join(points), "device": f"simulated:{CARD.device}"}),
+        *basis({"model": ", ".join(points), "device": f"simulated:{CARD.name}"}),
         f"published: Zhu, Wang et al., MASCOTS 2024, vLLM on A100; its lengths are not known, these are "
         f"{SLO.prompt_tokens} tokens in and {SLO.output_tokens} out, 95th percentiles",
     ]

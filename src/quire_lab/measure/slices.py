@@ -65,7 +65,7 @@ class SliceLatency:
 
 def latency(settings: Mapping[str, Any], card: Card, profile: Profile, users: int, slo: Slo) -> SliceLatency:
     """Every user sends a prompt, waits for the whole answer, and sends the next one."""
-    return _on(f"{card.device}-{profile.name}", profile.name, settings, users, slo)
+    return _on(f"{card.name}-{profile.name}", profile.name, settings, users, slo)
 
 
 def _on(device: str, name: str, settings: Mapping[str, Any], users: int, slo: Slo) -> SliceLatency:
@@ -213,6 +213,6 @@ def _instead(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> I
     if settings.get("quantization") != "int4":
         if held := first(latency(fewer, card, profile, users, slo) for profile in card.profiles):
             yield f"--quantization int4 fits in {held.profile} ({times(held)})"
-    on_ranks = (_on(f"{ranks}x{card.device}", f"{ranks}", settings, users, slo) for ranks in RANKS)
+    on_ranks = (_on(f"{ranks}x{card.name}", f"{ranks}", settings, users, slo) for ranks in RANKS)
     if held := first(on_ranks):
         yield f"{held.profile} whole GPUs with --tensor-parallel-size {held.profile} ({times(held)})"
