@@ -24,6 +24,21 @@ FLEET = ("--fleet", "fleet.yaml")
     ((*MIG, *FLEET), "--mig changes nothing beside --fleet"),
     ((*FLEET, "--users", "2"), "--users changes nothing beside --fleet"),
     ((*FLEET, "--figure", "x.png"), "--figure changes nothing beside --fleet"),
+    ((*FLEET, "--slo-request", "1s"), "--slo-request changes nothing beside --fleet"),
+    ((*FLEET, "--slo-per-token", "50ms"), "--slo-per-token changes nothing beside --fleet"),
+    ((*FLEET, "--prompt-tokens", "512"), "--prompt-tokens changes nothing beside --fleet"),
+    ((*FLEET, "--output-tokens", "1"), "--output-tokens changes nothing beside --fleet"),
+    ((*FLEET, "--gpu", "h100"), "--gpu changes nothing beside --fleet"),
+    (("llama-7b", *FLEET), "MODEL changes nothing beside --fleet"),
+    ((*FLEET, "--quantization", "int4"), "--quantization changes nothing beside --fleet"),
+    ((*FLEET, "--platform", "kubernetes"), "--platform is of the files that --write makes: give both"),
+    (("llama-7b", *MIG, "--platform", "openshift"), "--platform is for the plan of a fleet"),
+    (("llama-7b", *MIG, "-tp", "2"), "--tensor-parallel-size changes nothing beside --mig"),
+    (("llama-7b", *MIG, "--gpu", "h100"), "--gpu changes nothing beside --mig"),
+    (("llama-7b", *MIG, "--context", "100"), "--context changes nothing beside --mig"),
+    (("llama-7b", *MIG, "--device", "cpu"), "--device changes nothing beside --mig"),
+    (("llama-7b", "--slo-per-token", "50ms"), "--slo-per-token is for a model on slices: give both"),
+    ((*MIG, "--quantization", "int4"), "--quantization is for a model on slices"),
 ])  # fmt: skip
 def test_a_flag_that_would_be_ignored_is_refused(words, said, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

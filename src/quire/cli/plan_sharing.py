@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,23 @@ from quire.fleet import nvml
 from quire.fleet.manifests import NAMESPACE, NO_NAME, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, changed, lower_bound, moved, num_used, pack
-from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
+from quire.fleet.plan_file import SLO_FIELDS, FleetFile, FleetModel, read_fleet, slo_value
 
 AUTO = "auto"
-_PARTS = ("users", "figure", "write", "before")  # flags that need others
+_OF_FILES = ("write", "before", "platform")
+_PARTS = ("users", *SLO_FIELDS, "figure", *_OF_FILES)  # flags that need others
+_OTHERS = (
+    "gpu",
+    "memory",
+    "bandwidth",
+    "tflops",
+    "price_per_hour",
+    "context",
+    "concurrency",
+    "train",
+    "parameters",
+)
+_OF_DEVICE = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_threads", "sm_share")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -33,24 +46,15 @@ def add_arguments(parser: Parser) -> None:
         metavar="GPU",
         help="slices and layouts of this GPU (auto: of the one that is here); with a model: the slice it needs",
     )
-    group.add_argument("--slo-per-token", default="50ms", help="time per token to keep (default: 50ms)")
-    group.add_argument("--slo-request", default="10s", help="and per request (default: 10s)")
+    group.add_argument("--slo-per-token", help="time per token to keep (default: 50ms)")
+    group.add_argument("--slo-request", help="and per request (default: 10s)")
     group.add_argument("--users", type=int, help="requests at once (default: a table of 1 to 64)")
-    group.add_argument("--prompt-tokens", type=int, default=512, help="of a request (default: 512)")
-    group.add_argument("--output-tokens", type=int, default=128, help="of its answer (default: 128)")
-    group.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw latency over users to this PNG or SVG"
-    )
-    group.add_argument(
-        "--fleet",
-        type=Path,
-        metavar="FILE",
-        help="place the models of this YAML file on slices or groups of GPUs",
-    )
-    group.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="write the files that apply the plan there"
-    )
-    group.add_argument("--platform", choices=tuple(NAMESPACE), default="kubernetes", help="of these files")
+    group.add_argument("--prompt-tokens", type=int, help="of a request (default: 512)")
+    group.add_argument("--output-tokens", type=int, help="of its answer (default: 128)")
+    group.add_argument("--figure", type=Path, metavar="FILE", help="PNG or SVG of latency over users")
+    group.add_argument("--fleet", type=Path, metavar="FILE", help="place the models of this YAML file")
+    group.add_argument("--write", type=Path, metavar="FOLDER", help="write files that apply the plan there")
+    group.add_argument("--platform", choices=tuple(NAMESPACE), help="of these files (default: kubernetes)")
     group.add_argument(
         "--before",
         type=Path,
@@ -65,7 +69,7 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
-    _check_flags(arguments, "model" in settings)
+    _check_flags(arguments, settings)
     if arguments.fleet is not None:
         return _fleet(arguments)
     card = _card_here() if arguments.mig == AUTO else find_card(arguments.mig)
@@ -73,11 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(_as_json(card) if arguments.json else _tables(card))
         return 0
     slices = laboratory.load("measure.slices", "`quire plan MODEL --mig`")
-    slo = slices.Slo(
-        seconds(arguments.slo_per_token, "--slo-per-token"), seconds(arguments.slo_request, "--slo-request"),
-        whole_number(arguments.prompt_tokens, "--prompt-tokens", MAX_USERS),
-        whole_number(arguments.output_tokens, "--output-tokens", MAX_USERS),
-    )  # fmt: skip
+    asked = {name: value for name in SLO_FIELDS if (value := getattr(arguments, name)) is not None}
+    slo = slices.Slo.of(
+        {name: slo_value(name, value, f"--{name.replace('_', '-')}") for name, value in asked.items()}
+    )
     if arguments.users is not None:
         return _one(arguments, slices, settings, card, slo)
     curves = laboratory.load("report.slice_curves", "`quire plan MODEL --mig`")
@@ -93,21 +96,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_flags(arguments: argparse.Namespace, has_model: bool) -> None:
+def _check_flags(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     """ConfigError for a flag that would change nothing."""
-    given = [name for name in ("mig", *_PARTS) if getattr(arguments, name) is not None]
-    of_fleet = arguments.fleet is not None
-    for name in given:
-        if of_fleet and name in ("mig", "users", "figure"):
+    given = [name for name in ("mig", *_PARTS, *_OTHERS) if getattr(arguments, name) not in (None, False)]
+    for name in [*given, *settings]:
+        flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        if arguments.fleet is not None:
+            if name not in _OF_FILES:
+                raise ConfigError(
+                    f"{flag} changes nothing beside --fleet, whose file has GPUs and users: leave it out"
+                )
+        elif name in _OF_FILES:
+            raise ConfigError(f"{flag} is for the plan of a fleet: give --fleet FILE, or leave it out")
+        elif arguments.mig is not None and name in (*_OTHERS, *_OF_DEVICE):
             raise ConfigError(
-                f"--{name} changes nothing beside --fleet, whose file has GPUs and users: leave it out"
+                f"{flag} changes nothing beside --mig, whose slices are simulated: leave it out"
             )
-        if not of_fleet and name in ("write", "before"):
-            raise ConfigError(f"--{name} is for the plan of a fleet: give --fleet FILE, or leave it out")
-        if not of_fleet and name != "mig" and ("mig" not in given or not has_model):
+        elif name != "mig" and (arguments.mig is None or "model" not in settings):
             raise ConfigError(
-                f"--{name} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
+                f"{flag} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
             )
+    if arguments.platform is not None and arguments.write is None:
+        raise ConfigError("--platform is of the files that --write makes: give both")
     if {"users", "figure"} <= set(given):
         raise ConfigError(
             "--figure draws 1 to 64 users, and --users asks for one number: leave one of them out"
@@ -207,7 +217,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         nodes = fleet.nodes or (Node(NO_NAME, len(best.gpus)),)
         served = {model.name: [model.source, *model.flags] for model in fleet.models}
-        write(arguments.write, best.gpus, nodes, served, arguments.platform)
+        write(arguments.write, best.gpus, nodes, served, arguments.platform or "kubernetes")
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
 

@@ -16,9 +16,9 @@ from quire.fleet.manifests import MAX_GPUS, Node, whole_number
 from quire.fleet.mig import Card, find_card
 
 MAX_MODELS, MAX_USERS, MAX_BYTES = 1000, 100_000, 1 << 20
-_SLO_FIELDS = ("slo_per_token", "slo_request", "prompt_tokens", "output_tokens")
-_FIELDS = {"cards", "card", "nodes", "models", *_SLO_FIELDS}
-_MODEL_FIELDS = {"name", "model", "users", "rate", "slice", "replicas", "settings", *_SLO_FIELDS}
+SLO_FIELDS = ("slo_per_token", "slo_request", "prompt_tokens", "output_tokens")
+_FIELDS = {"cards", "card", "nodes", "models", *SLO_FIELDS}
+_MODEL_FIELDS = {"name", "model", "users", "rate", "slice", "replicas", "settings", *SLO_FIELDS}
 # the same of a file with `gpus`: whole cards, on which models are placed in groups
 _WHOLE_SLO_FIELDS = ("slo_request", "slo_scale", "cv", "prompt_tokens", "output_tokens")
 _WHOLE_FIELDS = {"gpus", "gpus_per_node", "max_tp", "max_pp", "models", *_WHOLE_SLO_FIELDS}
@@ -33,7 +33,7 @@ class FleetModel:
     name: str
     source: str
     users: int
-    slo: Mapping[str, float]  # fields of _SLO_FIELDS: the model's own, else the file's
+    slo: Mapping[str, float]  # fields of SLO_FIELDS: the model's own, else the file's
     settings: Mapping[str, Any]  # of the engine, such as quantization
     slice: str | None  # given: nothing is simulated
     replicas: int
@@ -95,7 +95,7 @@ def read_fleet(path: Path) -> FleetFile:
     entries = document.get("models")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_MODELS:
         raise ConfigError(f"{path}: `models` must be a list of 1 to {MAX_MODELS} models")
-    common = {name: document[name] for name in (*_SLO_FIELDS, *_WHOLE_SLO_FIELDS) if name in document}
+    common = {name: document[name] for name in (*SLO_FIELDS, *_WHOLE_SLO_FIELDS) if name in document}
     models = tuple(
         _model(entry, common, f"{path}: models[{index}]", whole) for index, entry in enumerate(entries)
     )
@@ -151,11 +151,11 @@ def _model(entry: Any, common: Mapping[str, Any], where: str, whole: bool) -> Fl
         raise ConfigError(f"{where} is {entry!r}: give at least `name`")
     where = f"{where} ({entry['name']})"
     _known(entry, _WHOLE_MODEL_FIELDS if whole else _MODEL_FIELDS, where)
-    slo_fields = _WHOLE_SLO_FIELDS if whole else _SLO_FIELDS
+    slo_fields = _WHOLE_SLO_FIELDS if whole else SLO_FIELDS
     own = {name: entry[name] for name in slo_fields if name in entry}
     if "slo_request" in own or "slo_scale" in own:  # in place of the file's, whichever that gives
         common = {name: value for name, value in common.items() if name not in ("slo_request", "slo_scale")}
-    slo = {name: _slo_value(name, value, f"{where}: {name}") for name, value in {**common, **own}.items()}
+    slo = {name: slo_value(name, value, f"{where}: {name}") for name, value in {**common, **own}.items()}
     if whole and "rate" not in entry:
         raise ConfigError(f"{where}: give `rate`, its requests per second")
     return FleetModel(
@@ -183,7 +183,8 @@ def _users(entry: Mapping[str, Any], slo: Mapping[str, float], where: str) -> in
     return max(1, math.ceil(rate * slo.get("slo_request", 10.0)))
 
 
-def _slo_value(name: str, value: Any, where: str) -> float:
+def slo_value(name: str, value: Any, where: str) -> float:
+    """Checked: seconds of an SLO, or tokens."""
     if name in ("slo_scale", "cv"):
         low, high = (1.0, 1000.0) if name == "slo_scale" else (0.1, 20.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
