@@ -3,7 +3,7 @@ of `quire bench lab gpu-sharing`.
 
 Two real engines: one decodes answers, the other mostly computes prompts. On a GPU they run alone, in time slices, in
 time slices with green contexts of half of the processors each (`--sm-share`), under MPS, and under MPS with parts of
-the processors (`--splits`). On a CPU (`--device cpu`) they run alone, on the same cores, and each on its own.
+the processors (`--splits`). On a CPU (`--device cpu`) they run alone, on the same two cores, and on one each.
 
 Others have one engine at a time: `share` has the whole GPU, then a green context of half of its SMs. `steps` times
 decodes and prompts in green contexts of 10 to 100 % (`quire_lab.fit.sm_shares` fits and predicts them). In `fault` a
@@ -157,13 +157,13 @@ def run_mode(
     if mode == "alone":
         for role in ("decodes", "prompts"):
             yield from together({role: {}}, device, seconds)
-    elif mode in ("time-slices", "same-cores"):
+    elif mode == "time-slices":
         yield from together({"decodes": {}, "prompts": {}}, device, seconds)
+    elif mode in ("same-cores", "own-cores"):
+        yield from together(on_two_cores(mode), device, seconds)
     elif mode == "green-contexts":
         half = {"QUIRE_SM_SHARE": "0.5"}
         yield from together({"decodes": half, "prompts": half}, device, seconds)
-    elif mode == "own-cores":
-        yield from together({"decodes": {"QUIRE_CORE": "0"}, "prompts": {"QUIRE_CORE": "1"}}, device, seconds)
     elif mode == "share":
         yield from shares(num_layers)
     elif mode == "mig":
@@ -175,6 +175,13 @@ def run_mode(
     else:
         with mps() as environment:
             yield from under_mps(mode, environment, device, seconds, splits, num_layers)
+
+
+def on_two_cores(mode: str) -> dict[str, dict[str, str]]:
+    """Two of the cores that this process may use: both for each engine, or one each."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
+    first, second = (cores, cores) if mode == "same-cores" else (cores[:1], cores[-1:])
+    return {"decodes": {"QUIRE_CORES": ",".join(first)}, "prompts": {"QUIRE_CORES": ",".join(second)}}
 
 
 def under_mps(
@@ -354,13 +361,14 @@ def open_engine(shape: Mapping[str, Any], **settings: Any) -> Any:
 
 
 def child(name: str, role_name: str, device: str, folder: Path, seconds: float) -> None:
-    if core := os.environ.get("QUIRE_CORE"):
-        os.sched_setaffinity(0, {int(core)})
+    cores = {int(core) for core in os.environ.get("QUIRE_CORES", "").split(",") if core}
+    if cores:
+        os.sched_setaffinity(0, cores)
     from quire import LLM
 
     role = (CPU_ROLES if device == "cpu" else ROLES)[role_name]
     if device == "cpu":
-        llm = LLM(use_tqdm=False, num_threads=1 if core else 2, enable_prefix_caching=False)
+        llm = LLM(use_tqdm=False, num_threads=len(cores) or 2, enable_prefix_caching=False)
         vocabulary = 40_000
     else:
         shape = workloads.SHAPES[role.shape]
@@ -381,6 +389,8 @@ def child(name: str, role_name: str, device: str, folder: Path, seconds: float) 
     except Exception as fault:
         error = in_one_line(fault)
     result = {"role": role_name, **busy.counted(), "error": error}
+    if cores:
+        result["cores"] = sorted(os.sched_getaffinity(0))
     (folder / f"{name}-{role_name}.json").write_text(json.dumps(result))
     os._exit(0)  # a context that faulted does not end by itself
 

@@ -1,6 +1,7 @@
 """`gpu-sharing` on a GPU's rows: a neighbour that faults and an engine that does not start cost only their lines."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,23 @@ def test_at_most_three_pairs_are_in_memory_at_once(monkeypatch):
     assert [row["split"] for row in rows] == [split for split in measured.SPLITS.split(",") for _ in range(2)]
     assert sum(role.memory for role in measured.ROLES.values()) * max(groups) < 0.9
     assert sum(groups) == len(measured.SPLITS.split(","))
+
+
+def test_engines_on_a_cpu_keep_to_two_of_the_usable_cores(monkeypatch):
+    monkeypatch.setattr(measured.os, "sched_getaffinity", lambda pid: {5, 3, 7})
+
+    def cores(mode):
+        return [engine["QUIRE_CORES"] for engine in measured.on_two_cores(mode).values()]
+
+    assert cores("same-cores") == ["3,5", "3,5"]
+    assert cores("own-cores") == ["3", "5"]
+
+
+def test_two_engines_run_on_a_core_each():
+    rows = {row["role"]: row for row in measured.run_mode("own-cores", "cpu", 0.3)}
+    assert [row.get("error") for row in rows.values()] == ["", ""]
+    usable = sorted(os.sched_getaffinity(0))[:2]
+    assert (rows["decodes"]["cores"], rows["prompts"]["cores"]) == (usable[:1], usable[-1:])
 
 
 def test_a_process_says_why_its_engine_did_not_start(tmp_path):
