@@ -86,7 +86,7 @@ def main() -> None:
         return
     name, _, role = options.child.partition(":")
     path = options.folder / (f"{name}.json" if role == "steps" else f"{name}-{role}.json")
-    with said_why(path, name if role == "steps" else role):
+    with record_failure(path, name if role == "steps" else role):
         if role == "fault":
             fault(options.folder, name)
         elif role == "steps":
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 @contextmanager
-def said_why(path: Path, role: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+def record_failure(path: Path, role: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
     """A process whose engine does not start leaves the reason in its row, so that a report can name it."""
     try:
         yield
@@ -195,7 +195,7 @@ def under_mps(
             parts = zip(("decodes", "prompts"), split.split(":"), strict=True)
             pairs.append({role: {**environment, MPS_PERCENTAGE: part} for role, part in parts})
         groups = (pairs[at : at + PAIRS_AT_ONCE] for at in range(0, len(pairs), PAIRS_AT_ONCE))
-        measured = chain.from_iterable(in_turn(group, device, seconds) for group in groups)
+        measured = chain.from_iterable(run_groups(group, device, seconds) for group in groups)
         for split, rows in zip(splits.split(","), measured, strict=True):
             yield from ({"split": split, **row} for row in rows)
     elif mode == "fault":
@@ -263,11 +263,11 @@ def mps() -> Iterator[dict[str, str]]:
 
 def together(roles: Mapping[str, Mapping[str, str]], device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """Starts one process for each role, lets them begin at once, and returns what each counted."""
-    for rows in in_turn([roles], device, seconds):
+    for rows in run_groups([roles], device, seconds):
         yield from rows
 
 
-def in_turn(
+def run_groups(
     groups: Sequence[Mapping[str, Mapping[str, str]]], device: str, seconds: float
 ) -> Iterator[list[dict[str, Any]]]:
     """All processes start together; one group of them after the other runs, while the others sleep."""
@@ -281,16 +281,33 @@ def in_turn(
         waiting = [
             (f"{i}-{role}", process) for i, group in enumerate(started) for role, process in group.items()
         ]
-        waiting = [(key, process) for key, process in waiting if not key.endswith("fault")]
-        while not all(
-            (folder / f"{key}.ready").exists() or process.poll() is not None for key, process in waiting
-        ):
-            time.sleep(0.05)
+        _await_ready(folder, [(key, process) for key, process in waiting if not key.endswith("fault")])
         for index, group in enumerate(started):
             (folder / f"{index}.go").touch()
             yield [
                 _result(folder, f"{index}-{role}", role, process, seconds) for role, process in group.items()
             ]
+
+
+def _await_ready(folder: Path, waiting: Sequence[tuple[str, "subprocess.Popen[bytes]"]]) -> None:
+    """Until every engine is warm or has ended. After START_SECONDS late ones are killed, and their rows say so."""
+    deadline = time.monotonic() + START_SECONDS
+    while late := [
+        (key, process)
+        for key, process in waiting
+        if not (folder / f"{key}.ready").exists() and process.poll() is None
+    ]:
+        if time.monotonic() < deadline:
+            time.sleep(0.05)
+            continue
+        for key, process in late:
+            process.kill()
+            row = {
+                "role": key.partition("-")[2],
+                "exit": process.wait(),
+                "error": f"not ready in {START_SECONDS:g} s",
+            }
+            (folder / f"{key}.json").write_text(json.dumps(row))
 
 
 def one_by_one(

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,11 +123,11 @@ def test_two_engines_of_which_no_pair_starts_are_an_error(run):
 def test_at_most_three_pairs_are_in_memory_at_once(monkeypatch):
     groups = []
 
-    def in_turn(pairs, device, seconds):
+    def run_groups(pairs, device, seconds):
         groups.append(len(pairs))
         return ([{"role": role} for role in pair] for pair in pairs)
 
-    monkeypatch.setattr(measured, "in_turn", in_turn)
+    monkeypatch.setattr(measured, "run_groups", run_groups)
     rows = list(measured.under_mps("mps-percent", {}, "cuda", 1.0, measured.SPLITS, None))
     assert [row["split"] for row in rows] == [split for split in measured.SPLITS.split(",") for _ in range(2)]
     assert sum(role.memory for role in measured.ROLES.values()) * max(groups) < 0.9
@@ -149,8 +151,22 @@ def test_two_engines_run_on_a_core_each():
     assert (rows["decodes"]["cores"], rows["prompts"]["cores"]) == (usable[:1], usable[-1:])
 
 
+def test_an_engine_that_does_not_get_ready_is_reported(monkeypatch):
+    monkeypatch.setattr(measured, "START_SECONDS", 0.1)
+
+    def start(stack, folder, child, environment, *more):
+        process = subprocess.Popen(["sleep", "600"])
+        stack.callback(process.kill)
+        return process
+
+    monkeypatch.setattr(measured, "_start", start)
+    (rows,) = measured.run_groups([{"decodes": {}, "prompts": {}}], "cpu", 1.0)
+    late = {"exit": -signal.SIGKILL, "error": "not ready in 0.1 s"}
+    assert rows == [{"role": "decodes", **late}, {"role": "prompts", **late}]
+
+
 def test_a_process_says_why_its_engine_did_not_start(tmp_path):
-    with pytest.raises(SystemExit), measured.said_why(tmp_path / "0-decodes.json", "decodes", end=exit):
+    with pytest.raises(SystemExit), measured.record_failure(tmp_path / "0-decodes.json", "decodes", end=exit):
         raise ConfigError(REFUSAL)
     assert json.loads((tmp_path / "0-decodes.json").read_text()) == {
         "role": "decodes",
