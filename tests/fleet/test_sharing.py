@@ -67,10 +67,13 @@ def test_slices_are_placed_exactly_where_a_maximal_layout_has_them(profiles) -> 
     wanted = Counter(profile.name for profile in profiles)
     possible = any(wanted <= multiset(layout) for layout in layouts(A100.profiles))
     layout = place(profiles)
-    if possible:
-        assert layout is not None
+    assert (layout is not None) == possible
     if layout is not None:
         assert multiset(layout) == wanted
+        taken = [index for placement in layout for index in placement.slices]
+        assert len(taken) == len(set(taken))
+        assert max(taken) < MEMORY_SLICES
+        assert sum(profile.compute for profile in profiles) <= COMPUTE_SLICES
 
 
 def test_a_layout_that_cannot_be_placed_names_the_nearest() -> None:
