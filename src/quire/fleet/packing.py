@@ -68,12 +68,12 @@ def pack(demands: Sequence[Demand], card: Card, before: Sequence[PackedGpu] = ()
                 left[demand] -= 1
                 kept.demands.append(demand)
         gpus.append(kept)
-    stays = any(gpu.demands for gpu in gpus)
-    if not stays:
+    keeps_slices = any(gpu.demands for gpu in gpus)
+    if not keeps_slices:
         gpus = []
     for demand in sorted(left.elements(), key=lambda d: (_size(d.profile), d.model)):
         _insert(demand, gpus, card)
-    if not stays:
+    if not keeps_slices:
         for _ in range(ROUNDS):
             if len(gpus) <= lower_bound(demands) or not _empties_one(gpus, card):
                 break
