@@ -50,6 +50,13 @@ def test_a_flag_that_would_be_ignored_is_refused(words, said, tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["fleet.yaml"]
 
 
+def test_variables_of_other_commands_do_not_stop_a_plan(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "fleet.yaml").write_text("card: h100\nmodels: [{name: a, slice: 1g.10gb}]")
+    monkeypatch.setenv("QUIRE_MODEL", "org/other")
+    monkeypatch.setenv("QUIRE_NUM_THREADS", "2")
+    assert main(["plan", "--fleet", str(tmp_path / "fleet.yaml")]) == 0
+
+
 @pytest.mark.parametrize(("name", "begins"), [("x.png", b"\x89PNG"), ("y.SVG", b"<?xml")])
 def test_a_figure_has_the_format_of_its_name(name, begins, tmp_path: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("matplotlib")

@@ -64,7 +64,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) is not None for name in ("mig", "fleet", *_PARTS))
+    has_part = not arguments.given_flags.isdisjoint(_PARTS)
+    return arguments.mig is not None or arguments.fleet is not None or has_part
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,9 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_flags(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """ConfigError for a flag that would change nothing."""
-    given = [name for name in ("mig", *_PARTS, *_OTHERS) if getattr(arguments, name) not in (None, False)]
-    for name in [*given, *settings]:
+    """ConfigError for a flag that would change nothing; variables and --config are also for other commands."""
+    words = arguments.given_flags | ({"model"} if arguments.model_named is not None else set())
+    given = [name for name in ("mig", *_PARTS, *_OTHERS, *settings) if name in words]
+    for name in given:
         flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
         if arguments.fleet is not None:
             if name not in _OF_FILES:
