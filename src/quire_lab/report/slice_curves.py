@@ -11,7 +11,7 @@ from quire_lab.report.figure import GREY, Picture, line_style, write_picture
 
 
 def table(points: Sequence[SliceLatency], card: Card, slo: Slo) -> str:
-    """One row per slice, with the reasons for those that are too small below."""
+    """One row per slice; below, why slices are too small."""
     users = sorted({point.users for point in points})
     rows = [["slice", *(counted(count, "user") for count in users), "meets the SLO up to"]]
     notes = []
