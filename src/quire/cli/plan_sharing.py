@@ -139,13 +139,13 @@ def _card_here() -> Card:
 
 def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, slo: Any) -> int:
     users = whole_number(arguments.users, "--users", slices.MAX_USERS)
-    held = slices.smallest(settings, card, slo, users)
+    point = slices.smallest(settings, card, slo, users)
     if arguments.json:
-        print(json.dumps(held.record(slo), indent=2))
+        print(json.dumps(point.record(slo), indent=2))
     else:
         print(
-            f"{held.profile} of {card.name} is the smallest slice for {counted(held.users, 'user')}: "
-            f"{1e3 * held.per_token:.1f} ms per token and {held.per_request:.2f} s per request (95th percentiles, "
+            f"{point.profile} of {card.name} is the smallest slice for {counted(point.users, 'user')}: "
+            f"{1e3 * point.per_token:.1f} ms per token and {point.per_request:.2f} s per request (95th percentiles, "
             f"simulated; SLO {1e3 * slo.per_token:g} ms and {slo.per_request:g} s)"
         )
     return 0

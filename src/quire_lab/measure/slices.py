@@ -150,10 +150,10 @@ def smallest(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> S
     """The first slice, in the order of size, that meets the SLO. ConfigError with the nearest where none does."""
     tried = []
     for profile in card.profiles:
-        held = latency(settings, card, profile, users, slo)
-        if held.meets(slo):
-            return held
-        tried.append(held)
+        point = latency(settings, card, profile, users, slo)
+        if point.meets(slo):
+            return point
+        tried.append(point)
     last = tried[-1]
     if last.why:
         why = last.why
@@ -198,21 +198,21 @@ def _instead(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> I
     def first(tries: Iterator[SliceLatency]) -> SliceLatency | None:
         """The first that meets the SLO; where none does, the largest that holds the model."""
         best = None
-        for held in tries:
-            if not held.why:
-                best = held
-                if held.meets(slo):
+        for point in tries:
+            if not point.why:
+                best = point
+                if point.meets(slo):
                     break
         return best
 
-    def times(held: SliceLatency) -> str:
-        broken = "" if held.meets(slo) else ", misses the SLO"
-        return f"{1e3 * held.per_token:.1f} ms per token, {held.per_request:.2f} s per request{broken}"
+    def times(point: SliceLatency) -> str:
+        broken = "" if point.meets(slo) else ", misses the SLO"
+        return f"{1e3 * point.per_token:.1f} ms per token, {point.per_request:.2f} s per request{broken}"
 
     fewer = {**settings, "quantization": "int4"}
     if settings.get("quantization") != "int4":
-        if held := first(latency(fewer, card, profile, users, slo) for profile in card.profiles):
-            yield f"--quantization int4 fits in {held.profile} ({times(held)})"
+        if point := first(latency(fewer, card, profile, users, slo) for profile in card.profiles):
+            yield f"--quantization int4 fits in {point.profile} ({times(point)})"
     on_ranks = (_on(f"{ranks}x{card.name}", f"{ranks}", settings, users, slo) for ranks in RANKS)
-    if held := first(on_ranks):
-        yield f"{held.profile} whole GPUs with --tensor-parallel-size {held.profile} ({times(held)})"
+    if point := first(on_ranks):
+        yield f"{point.profile} whole GPUs with --tensor-parallel-size {point.profile} ({times(point)})"
