@@ -12,6 +12,8 @@ import yaml
 
 import quire
 from quire.cli import serve
+from quire.cli.flags import engine_settings
+from quire.cli.main import main
 from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
 from quire.server.app import create_app
@@ -112,6 +114,32 @@ def test_the_deployments_parts_find_each_other(dockerfile: list[tuple[str, str]]
     mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
     assert set(mounts) == set(claims)
     assert mounts["cache"] == dict(dockerfile)["VOLUME"]
+
+
+def test_deployments_that_are_planned_serve_exactly_their_models(
+    dockerfile: list[tuple[str, str]], paths: set[str], tmp_path: Path
+):
+    fleet = tmp_path / "fleet.yaml"
+    models = "{name: chat, model: org/a, slice: 3g.40gb, settings: {quantization: int4}}, {name: b, slice: 1g.10gb}"
+    fleet.write_text(f"card: a100-80g\nmodels: [{models}]")
+    assert main(["plan", "--fleet", str(fleet), "--write", str(tmp_path)]) == 0
+    documents = list(yaml.safe_load_all((tmp_path / "deployments.yaml").read_text()))
+    asked = {}
+    for one in documents:
+        check_shape(one)
+        container = one["spec"]["template"]["spec"]["containers"][0]
+        assert f"docker build -t {container['image']} " in (ROOT / "Dockerfile").read_text()
+        parser = Parser(prog="quire serve")
+        serve.add_arguments(parser)
+        arguments = parser.parse([*entry(dockerfile), *container["args"]])
+        assert (arguments.more_models, arguments.models) == ([], None)
+        found = serve.server_settings(arguments)
+        asked[found.served_names] = engine_settings(arguments)
+        assert (found.host, found.port) == ("0.0.0.0", container["ports"][0]["containerPort"])
+        for name, path in (("startup", "/health"), ("liveness", "/health"), ("readiness", "/ready")):
+            assert container[f"{name}Probe"]["httpGet"] == {"path": path, "port": found.port}
+            assert path in paths
+    assert asked == {("b",): {"model": "b"}, ("chat",): {"model": "org/a", "quantization": "int4"}}
 
 
 # The Helm chart

@@ -96,8 +96,8 @@ def test_the_arguments_of_a_deployment_are_those_of_quire_serve(tmp_path: Path) 
     fleet.write_text(yaml.safe_dump({"card": "a100-80g", "models": [model]}))
     assert main(["plan", "--fleet", str(fleet), "--write", str(tmp_path)]) == 0
     (one,) = yaml.safe_load_all((tmp_path / "deployments.yaml").read_text())
-    command, *words = one["spec"]["template"]["spec"]["containers"][0]["args"]
-    arguments = command_parser(command).parse(words)
+    words = one["spec"]["template"]["spec"]["containers"][0]["args"]
+    arguments = command_parser("serve").parse(words)
     assert arguments.more_models == []
     assert arguments.served_names == ["a b"]
     wanted = {**settings, "model": "org/a"}

@@ -14,7 +14,7 @@ from quire.cli.main import main
 from quire.core import laboratory
 from quire.fleet.plan_file import read_fleet
 from quire_lab.experiments import placement
-from quire_lab.measure.slices import Promise
+from quire_lab.measure.slices import Slo
 from quire_lab.placement import search as searching
 from quire_lab.placement.plan import make_plan
 from quire_lab.placement.profile import serve, size_model, usable_bytes
@@ -151,9 +151,7 @@ def test_times_of_a_group_are_those_of_simulated_engines():
     for users in (1, 8):
         group, table = [Group("gpu", ONE, (0,))], {("gpu", ONE): [served]}
         ours = simulate([(0.0, 0)] * users, group, table, [math.inf]).mean_latency
-        engine = latency(
-            {"model": "llama-7b"}, card, card.profile("7g.80gb"), users, Promise(1, 100, 512, 64)
-        )
+        engine = latency({"model": "llama-7b"}, card, card.profile("7g.80gb"), users, Slo(1, 100, 512, 64))
         assert ours == pytest.approx(engine.per_request, rel=0.15)
 
 
@@ -230,7 +228,7 @@ def test_plan_prints_groups_and_commands_that_quire_reads(tmp_path, capsys):
         ({"models": "{name: a, model: llama-1b}"}, "give `rate`"),
         ({"models": "{name: a, model: llama-1b, rate: 1, cv: 0}"}, "cv is 0: give a number from 0.1 to 20"),
         ({"models": "{name: a, model: llama-1b, rate: 1, users: 3}"}, "'users' is not a field"),
-        ({"models": "{name: a, model: llama-1b, rate: 1, slo_request: 1ms}"}, "promise at least 0."),
+        ({"models": "{name: a, model: llama-1b, rate: 1, slo_request: 1ms}"}, "give at least 0."),
         ({"models": "{name: a, model: lama-1b, rate: 1}"}, "(nearest: llama-1b)"),
         ({"models": "{name: a, model: llama-70b, rate: 1}"}, "4 × a100-40g would hold it"),
         ({"models": "{name: a, model: opt-30b, rate: 1}"}, "cannot be cut into ranks and needs"),

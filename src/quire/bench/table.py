@@ -25,6 +25,11 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def counted(count: int, noun: str) -> str:
+    """1 user, 2 users."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def in_seconds(seconds: float) -> str:
     """1.23 s, 45.6 ms, 12.3 µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -132,10 +132,11 @@ class Parser(argparse.ArgumentParser):
             chosen._take_environment()
         read = self.parse_known_intermixed_args if self.intermixed else self.parse_known_args
         arguments, unknown = read(words)
-        arguments.given_words = list(words)
+        arguments.given_words, arguments.given_flags = list(words), set()
         for word in words:
             if (action := chosen._flags.get(word.partition("=")[0])) is not None:
                 self.origins[action.dest] = word.partition("=")[0]
+                arguments.given_flags.add(action.dest)
         if unknown:
             hints = (advice(word, chosen._flags) for word in unknown if word.startswith("-"))
             hint = next((hint for hint in hints if hint), None)

@@ -1,28 +1,42 @@
-"""`quire plan --mig` and `--fleet`: slices of a GPU, which one keeps a promise, and many models on few GPUs."""
+"""`quire plan --mig` and `--fleet`: slices of a GPU, which one meets an SLO, and many models on few GPUs."""
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from quire.bench.table import aligned, in_bytes
+from quire.bench.table import aligned, counted, in_bytes
 from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.core import laboratory
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, QuireError
 from quire.fleet import nvml
-from quire.fleet.manifests import NAMESPACE, Node, packed_before, write
+from quire.fleet.manifests import NAMESPACE, NO_NAME, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
-from quire.fleet.packing import Demand, PackedGpu, lower_bound, moved, num_used, pack
-from quire.fleet.plan_file import MAX_USERS, FleetFile, FleetModel, read_fleet, seconds
+from quire.fleet.packing import Demand, PackedGpu, changed, lower_bound, moved, num_used, pack
+from quire.fleet.plan_file import SLO_FIELDS, FleetFile, FleetModel, read_fleet, slo_value
 
-MAX_REPLICAS = 64
 AUTO = "auto"
-_PARTS = ("users", "figure", "write", "before")  # flags that need others
+_OF_FILES = ("write", "before", "platform")
+_PARTS = ("users", *SLO_FIELDS, "figure", *_OF_FILES)  # flags that need others
+_OTHERS = (
+    "gpu",
+    "memory",
+    "bandwidth",
+    "tflops",
+    "price_per_hour",
+    "context",
+    "concurrency",
+    "train",
+    "parameters",
+)
+_OF_DEVICE = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_threads", "sm_share")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,24 +46,15 @@ def add_arguments(parser: Parser) -> None:
         metavar="GPU",
         help="slices and layouts of this GPU (auto: of the one that is here); with a model: the slice it needs",
     )
-    group.add_argument("--slo-per-token", default="50ms", help="time per token to keep (default: 50ms)")
-    group.add_argument("--slo-request", default="10s", help="and per request (default: 10s)")
+    group.add_argument("--slo-per-token", help="time per token to keep (default: 50ms)")
+    group.add_argument("--slo-request", help="and per request (default: 10s)")
     group.add_argument("--users", type=int, help="requests at once (default: a table of 1 to 64)")
-    group.add_argument("--prompt-tokens", type=int, default=512, help="of a request (default: 512)")
-    group.add_argument("--output-tokens", type=int, default=128, help="of its answer (default: 128)")
-    group.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw latency over users to this PNG or SVG"
-    )
-    group.add_argument(
-        "--fleet",
-        type=Path,
-        metavar="FILE",
-        help="place the models of this YAML file on slices or groups of GPUs",
-    )
-    group.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="write the files that apply the plan there"
-    )
-    group.add_argument("--platform", choices=tuple(NAMESPACE), default="kubernetes", help="of these files")
+    group.add_argument("--prompt-tokens", type=int, help="of a request (default: 512)")
+    group.add_argument("--output-tokens", type=int, help="of its answer (default: 128)")
+    group.add_argument("--figure", type=Path, metavar="FILE", help="PNG or SVG of latency over users")
+    group.add_argument("--fleet", type=Path, metavar="FILE", help="place the models of this YAML file")
+    group.add_argument("--write", type=Path, metavar="FOLDER", help="write files that apply the plan there")
+    group.add_argument("--platform", choices=tuple(NAMESPACE), help="of these files (default: kubernetes)")
     group.add_argument(
         "--before",
         type=Path,
@@ -59,12 +64,13 @@ def add_arguments(parser: Parser) -> None:
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) is not None for name in ("mig", "fleet", *_PARTS))
+    has_part = not arguments.given_flags.isdisjoint(_PARTS)
+    return arguments.mig is not None or arguments.fleet is not None or has_part
 
 
 def run(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
-    _check_flags(arguments, "model" in settings)
+    _check_flags(arguments, settings)
     if arguments.fleet is not None:
         return _fleet(arguments)
     card = _card_here() if arguments.mig == AUTO else find_card(arguments.mig)
@@ -72,39 +78,48 @@ def run(arguments: argparse.Namespace) -> int:
         print(_as_json(card) if arguments.json else _tables(card))
         return 0
     slices = laboratory.load("measure.slices", "`quire plan MODEL --mig`")
-    promise = slices.Promise(
-        seconds(arguments.slo_per_token, "--slo-per-token"), seconds(arguments.slo_request, "--slo-request"),
-        _positive(arguments.prompt_tokens, "--prompt-tokens"), _positive(arguments.output_tokens, "--output-tokens"),
-    )  # fmt: skip
+    asked = {name: value for name in SLO_FIELDS if (value := getattr(arguments, name)) is not None}
+    slo = slices.Slo.of(
+        {name: slo_value(name, value, f"--{name.replace('_', '-')}") for name, value in asked.items()}
+    )
     if arguments.users is not None:
-        return _one(arguments, slices, settings, card, promise)
+        return _one(arguments, slices, settings, card, slo)
+    curves = laboratory.load("report.slice_curves", "`quire plan MODEL --mig`")
     if arguments.figure is not None:
         laboratory.load("report.figure", "--figure").check_matplotlib()
-    points = slices.curve(settings, card, promise)
+    points = slices.curve(settings, card, slo)
     if arguments.json:
-        print(json.dumps([_point(point, promise) for point in points], indent=2))
+        print(json.dumps([point.record(slo) for point in points], indent=2))
     else:
-        print(_curve_table(slices, points, card, promise))
+        print(curves.table(points, card, slo))
     if arguments.figure is not None:
-        laboratory.load("report.slice_curves", "--figure").draw(points, card, promise, arguments.figure)
+        curves.draw(points, card, slo, arguments.figure)
     return 0
 
 
-def _check_flags(arguments: argparse.Namespace, has_model: bool) -> None:
-    """ConfigError for a flag that would change nothing."""
-    given = [name for name in ("mig", *_PARTS) if getattr(arguments, name) is not None]
-    of_fleet = arguments.fleet is not None
+def _check_flags(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """ConfigError for a flag that would change nothing; variables and --config are also for other commands."""
+    words = arguments.given_flags | ({"model"} if arguments.model_named is not None else set())
+    given = [name for name in ("mig", *_PARTS, *_OTHERS, *settings) if name in words]
     for name in given:
-        if of_fleet and name in ("mig", "users", "figure"):
+        flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        if arguments.fleet is not None:
+            if name not in _OF_FILES:
+                raise ConfigError(
+                    f"{flag} changes nothing beside --fleet, whose file has GPUs and users: leave it out"
+                )
+        elif name in _OF_FILES:
+            raise ConfigError(f"{flag} is for the plan of a fleet: give --fleet FILE, or leave it out")
+        elif arguments.mig is not None and name in (*_OTHERS, *_OF_DEVICE):
             raise ConfigError(
-                f"--{name} changes nothing beside --fleet, whose file has GPUs and users: leave it out"
+                f"{flag} changes nothing beside --mig, whose slices are simulated: leave it out"
             )
-        if not of_fleet and name in ("write", "before"):
-            raise ConfigError(f"--{name} is for the plan of a fleet: give --fleet FILE, or leave it out")
-        if not of_fleet and name != "mig" and ("mig" not in given or not has_model):
+        elif name != "mig" and (arguments.mig is None or "model" not in settings):
             raise ConfigError(
-                f"--{name} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
+                f"{flag} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
             )
+    if arguments.platform is not None and arguments.write is None:
+        raise ConfigError("--platform is of the files that --write makes: give both")
     if {"users", "figure"} <= set(given):
         raise ConfigError(
             "--figure draws 1 to 64 users, and --users asks for one number: leave one of them out"
@@ -116,69 +131,31 @@ def _check_flags(arguments: argparse.Namespace, has_model: bool) -> None:
 def _card_here() -> Card:
     """The GPU that is here; what NVML's table has otherwise than ours goes to stderr."""
     title, found = nvml.read_card()
-    card = nvml.known_card(title, found)
+    card = find_card(title)
     lines = nvml.differences(card, found) or [f"its {len(found)} slices are those of the table"]
     print("\n".join(f"quire: NVML, {title}: {line}" for line in lines), file=sys.stderr)
     return card
 
 
-def _positive(value: int, name: str) -> int:
-    if not 1 <= value <= MAX_USERS:
-        raise ConfigError(f"{name} is {value}: give a whole number from 1 to {MAX_USERS:,}")
-    return value
-
-
-def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, promise: Any) -> int:
-    held = slices.smallest(settings, card, promise, _positive(arguments.users, "--users"))
+def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, slo: Any) -> int:
+    users = whole_number(arguments.users, "--users", slices.MAX_USERS)
+    point = slices.smallest(settings, card, slo, users)
     if arguments.json:
-        print(json.dumps(_point(held, promise), indent=2))
+        print(json.dumps(point.record(slo), indent=2))
     else:
         print(
-            f"{held.profile} of {card.name} is the smallest slice for {held.users} users: "
-            f"{1e3 * held.per_token:.1f} ms per token and {held.per_request:.2f} s per request (95th percentiles, "
-            f"simulated; promised {1e3 * promise.per_token:g} ms and {promise.per_request:g} s)"
+            f"{point.profile} of {card.name} is the smallest slice for {counted(point.users, 'user')}: "
+            f"{1e3 * point.per_token:.1f} ms per token and {point.per_request:.2f} s per request (95th percentiles, "
+            f"simulated; SLO {1e3 * slo.per_token:g} ms and {slo.per_request:g} s)"
         )
     return 0
-
-
-def _point(point: Any, promise: Any) -> dict[str, Any]:
-    fits = not point.why
-    return {
-        "slice": point.profile, "users": point.users, "fits": fits, "keeps": point.keeps(promise), "why": point.why,
-        "per_token_s": point.per_token if fits else None, "per_request_s": point.per_request if fits else None,
-    }  # fmt: skip
-
-
-def _curve_table(slices: Any, points: Sequence[Any], card: Card, promise: Any) -> str:
-    users = sorted({point.users for point in points})
-    rows = [["slice", *(f"{count} users" for count in users), "promise kept up to"]]
-    notes = []
-    for profile in card.profiles:
-        of_slice = {point.users: point for point in points if point.profile == profile.name}
-        refused = next((point.why for point in of_slice.values() if point.why), "")
-        if refused:
-            notes.append(f"{profile.name}: {refused.partition(': simulate')[0]}")
-        cells = [_cell(of_slice.get(count), promise) for count in users]
-        most = slices.most_users(points, profile.name, promise)
-        rows.append([profile.name, *cells, f"{most} users" if most else "—"])
-    title = (
-        f"ms per token / seconds per request (95th percentiles, simulated), {promise.prompt_tokens} tokens in and "
-        f"{promise.output_tokens} out; * breaks {1e3 * promise.per_token:g} ms or {promise.per_request:g} s"
-    )
-    return "\n".join([title, aligned(rows, right=tuple(range(1, len(users) + 2))), *notes])
-
-
-def _cell(point: Any, promise: Any) -> str:
-    if point is None or point.why:
-        return "—"
-    return f"{1e3 * point.per_token:.1f} / {point.per_request:.2f}{' ' if point.keeps(promise) else '*'}"
 
 
 def _tables(card: Card) -> str:
     header = ["slice", "compute of 7", "memory of 8", "SMs", "memory", "starts at"]
     rows = [
         [p.name, str(p.compute), str(p.memory), str(p.num_sms),
-         in_bytes(card.slice_bytes(p)), ", ".join(map(str, p.starts))]
+         in_bytes(p.megabytes << 20), ", ".join(map(str, p.starts))]
         for p in card.profiles
     ]  # fmt: skip
     plain, every = layouts(without_double(card)), layouts(card.profiles)
@@ -209,7 +186,7 @@ def _as_json(card: Card) -> str:
         "card": card.name,
         "slices": [
             {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts,
-             "num_sms": p.num_sms, "bytes": card.slice_bytes(p)}
+             "num_sms": p.num_sms, "bytes": p.megabytes << 20}
             for p in card.profiles
         ],
         "layouts": [[[p.profile.name, p.start] for p in layout] for layout in layouts(card.profiles)],
@@ -221,36 +198,60 @@ def _fleet(arguments: argparse.Namespace) -> int:
     fleet = read_fleet(arguments.fleet)
     if fleet.whole is not None:
         return _placed(arguments, fleet)
-    best: tuple[Card, list[PackedGpu]] | None = None
+    plans: list[_FleetPlan] = []
+    left_out: list[str] = []
     for card in fleet.cards:
-        bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
-        demands = [demand for model in bar for demand in demands_of(model, card)]
-        before = [] if arguments.before is None else _before(arguments.before, card, demands, fleet.nodes)
-        gpus = pack(demands, card, before)
-        if not arguments.json:
-            print(_packed_text(card, gpus, demands, len(fleet.models)))
-            if arguments.before is not None:
-                print(f"{moved(before, gpus)} of {len(demands)} slices are new, the others stay")
-        if best is None or num_used(gpus) < num_used(best[1]):
-            best = (card, gpus)
-    assert best is not None
-    card, gpus = best
+        try:
+            plans.append(_pack(fleet, card, arguments.before))
+        except ConfigError as error:
+            left_out.append(f"{card.name}: {error}")
+    if not plans:
+        raise ConfigError("; ".join(left_out))
+    for line in left_out:
+        print(f"quire: left out: {line}", file=sys.stderr)
+    best = min(plans, key=lambda plan: num_used(plan.gpus))
     if arguments.json:
-        print(json.dumps({"card": card.name, "gpus": [gpu_record(gpu) for gpu in gpus]}, indent=2))
+        print(json.dumps(_plan_record(best), indent=2))
+    else:
+        print("\n".join(_plan_text(plan, len(fleet.models)) for plan in plans))
+        if len(fleet.cards) > 1:
+            print(f"{best.card.name} needs the fewest GPUs: {num_used(best.gpus)}")
     if arguments.write is not None:
-        nodes = fleet.nodes or (Node("NODE", len(gpus)),)
+        nodes = fleet.nodes or (Node(NO_NAME, len(best.gpus)),)
         served = {model.name: [model.source, *model.flags] for model in fleet.models}
-        write(arguments.write, gpus, nodes, served, arguments.platform)
+        write(arguments.write, best.gpus, nodes, served, arguments.platform or "kubernetes")
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _FleetPlan:
+    """Slices of a fleet's models on one kind of GPU. `before`: GPUs of the layout in use."""
+
+    card: Card
+    demands: Sequence[Demand]
+    before: Sequence[PackedGpu]
+    gpus: Sequence[PackedGpu]
+
+
+def _pack(fleet: FleetFile, card: Card, path: Path | None) -> _FleetPlan:
+    bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
+    demands = [demand for model in bar for demand in demands_of(model, card)]
+    before = [] if path is None else _before(path, card, demands, fleet.nodes)
+    gpus = pack(demands, card, before)
+    have = sum(node.num_gpus for node in fleet.nodes)
+    if fleet.nodes and have < len(gpus):
+        instead = ", or plan without --before" if before and len(pack(demands, card)) <= have else ""
+        raise ConfigError(
+            f"the plan needs {len(gpus)} GPUs and the nodes have {have}: add {len(gpus) - have}{instead}"
+        )
+    return _FleetPlan(card, demands, before, gpus)
 
 
 def _before(path: Path, card: Card, demands: Sequence[Demand], nodes: Sequence[Node]) -> list[PackedGpu]:
     try:
         return packed_before(path.read_text(encoding="utf-8"), card, demands, nodes)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--before {path}: it cannot be read ({error})") from error
-    except ConfigError as error:
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"--before {path}: {error}") from error
 
 
@@ -269,29 +270,18 @@ def _placed(arguments: argparse.Namespace, fleet: FleetFile) -> int:
 
 
 def demands_of(model: FleetModel, card: Card) -> list[Demand]:
-    """The smallest slice that keeps the model's promise; as few replicas as do where no slice serves all users."""
+    """The smallest slice that meets the model's SLO; as few replicas as do where no slice serves all users."""
     if model.slice is not None:
         return [Demand(model.name, card.profile(model.slice))] * model.replicas
     slices = laboratory.load("measure.slices", "`quire plan --fleet`")
-    names = {"slo_per_token": "per_token", "slo_request": "per_request"}
-    promise = slices.Promise(**{names.get(name, name): value for name, value in model.promise.items()})
     settings = {**model.settings, "model": model.source}
-    failed, replicas = model.replicas - 1, model.replicas
-    most = max(replicas, min(MAX_REPLICAS, model.users))
-    held = None
-    while (
-        held is None or replicas - failed > 1
-    ):  # doubled up to a success, then halved back to the last failure
-        tried = replicas if held is None else (failed + replicas) // 2
-        try:
-            held = slices.smallest(settings, card, promise, -(-model.users // tried))
-            replicas = tried
-        except ConfigError as error:
-            if isinstance(error, slices.HeldByNoSlice) or tried == most:
-                raise ConfigError(f"{model.name}: {error}") from error
-            failed = tried
-            replicas = min(2 * tried, most) if held is None else replicas
-    return [Demand(model.name, card.profile(held.profile))] * replicas
+    try:
+        chosen, replicas = slices.fewest_replicas(
+            settings, card, slices.Slo.of(model.slo), model.users, model.replicas
+        )
+    except QuireError as error:
+        raise ConfigError(f"{model.name}: {error}") from error
+    return [Demand(model.name, card.profile(chosen.profile))] * replicas
 
 
 def gpu_record(gpu: PackedGpu) -> dict[str, Any]:
@@ -299,18 +289,32 @@ def gpu_record(gpu: PackedGpu) -> dict[str, Any]:
     return {"layout": dict(sorted(multiset(gpu.layout).items())), "slices": slices}
 
 
-def _packed_text(card: Card, gpus: list[PackedGpu], demands: list[Demand], num_models: int) -> str:
-    rows = [["GPU", "filled", "layout and models"]]
-    for index, gpu in enumerate(gpus):
-        by_start = {placement.start: placement.profile for placement in gpu.layout}
-        waiting = list(gpu.demands)
-        words = []
-        for profile in by_start.values():
-            demand = next(d for d in waiting if d.profile == profile)
-            waiting.remove(demand)
-            words.append(f"{profile.name} {demand.model}")
-        rows.append([str(index), f"{100 * gpu.filling:.0f} %", ", ".join(words) or "no slices"])
-    return (
-        f"{num_models} models, {len(demands)} slices: {num_used(gpus)} × {card.name} instead of {len(demands)} with "
-        f"one model each (at least {lower_bound(demands)} are needed)\n{aligned(rows, right=(0, 1))}"
+def _plan_record(plan: _FleetPlan) -> dict[str, Any]:
+    record: dict[str, Any] = {"card": plan.card.name, "gpus": [gpu_record(gpu) for gpu in plan.gpus]}
+    if plan.before:
+        record |= {
+            "new_slices": moved(plan.before, plan.gpus),
+            "changed_gpus": changed(plan.before, plan.gpus),
+        }
+    return record
+
+
+def _plan_text(plan: _FleetPlan, num_models: int) -> str:
+    card, demands = plan.card, plan.demands
+    rows = [["GPU", "filled", "slices and models"]]
+    for index, gpu in enumerate(plan.gpus):
+        words = ", ".join(f"{demand.profile.name} {demand.model}" for demand in gpu.demands)
+        rows.append([str(index), f"{100 * gpu.filling:.0f} %", words or "no slices"])
+    alone = sum(len(pack([demand] * count, card)) for demand, count in Counter(demands).items())
+    text = (
+        f"{counted(num_models, 'model')}, {counted(len(demands), 'slice')}: {num_used(plan.gpus)} × {card.name} "
+        f"instead of {alone} with one model each (lower bound: {lower_bound(demands)})\n"
+        f"{aligned(rows, right=(0, 1))}"
     )
+    if plan.before:
+        indices = changed(plan.before, plan.gpus)
+        text += (
+            f"\n{moved(plan.before, plan.gpus)} of {len(demands)} slices are new; mig-parted makes all slices of "
+            f"{counted(len(indices), 'changed GPU')} again: {', '.join(map(str, indices)) or 'none'}"
+        )
+    return text

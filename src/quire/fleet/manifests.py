@@ -22,8 +22,9 @@ MAX_NAME = 63  # characters of a name or label in Kubernetes
 NAMESPACE = {"kubernetes": "gpu-operator", "openshift": "nvidia-gpu-operator"}
 CONFIG_MAP = "quire-mig-config"
 CONFIG_KEY = "config.yaml"  # the only key that the operator's MIG manager reads
-IMAGE = "quire:latest"
+IMAGE = "quire:cuda"  # its entry point is `quire serve --host 0.0.0.0`
 PORT = 8000
+NO_NAME = "NODE"  # of a node where the fleet file has none
 # dcgm-exporter labels a slice's metrics with GPU_I_PROFILE and GPU_I_ID; DCGM_FI_DEV_GPU_UTIL is not one of them.
 QUERIES = {
     "busy processors of a slice": "avg by (hostname, gpu, GPU_I_PROFILE, GPU_I_ID) (DCGM_FI_PROF_SM_ACTIVE)",
@@ -47,12 +48,7 @@ class Node:
 
 
 def on_nodes(gpus: Sequence[PackedGpu], nodes: Sequence[Node]) -> list[tuple[Node, list[PackedGpu]]]:
-    """GPUs of the plan in the order of the nodes. ConfigError where there are too few."""
-    have = sum(node.num_gpus for node in nodes)
-    if have < len(gpus):
-        raise ConfigError(
-            f"the plan needs {len(gpus)} GPUs and the nodes have {have}: add {len(gpus) - have}"
-        )
+    """GPUs of the plan in the order of the nodes, which have enough of them."""
     rest, placed = list(gpus), []
     for node in nodes:
         if rest:
@@ -220,16 +216,18 @@ def _resource_name(model: str, most: int) -> str:
 
 def _deployment(name: str, demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str, Any]:
     labels = {"app": name}
-    network = ["--host", "0.0.0.0", "--port", str(PORT)]
-    probe = {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 5}
+    alive, ready = (
+        {"httpGet": {"path": path, "port": PORT}, "periodSeconds": 5} for path in ("/health", "/ready")
+    )
     container = {
         "name": "quire",
         "image": IMAGE,
-        "args": ["serve", *serve, *network, "--served-model-name", demand.model],
+        "args": [*serve, "--port", str(PORT), "--served-model-name", demand.model],
         "ports": [{"containerPort": PORT, "name": "http"}],
         "resources": {"limits": {f"nvidia.com/mig-{demand.profile.name}": 1}},
-        "startupProbe": {**probe, "failureThreshold": 120},
-        "readinessProbe": probe,
+        "startupProbe": {**alive, "failureThreshold": 120},
+        "livenessProbe": alive,
+        "readinessProbe": ready,
     }
     return {
         "apiVersion": "apps/v1",
@@ -244,19 +242,30 @@ def _deployment(name: str, demand: Demand, replicas: int, serve: Sequence[str]) 
 
 
 def commands(placed: Sequence[tuple[Node, Sequence[PackedGpu]]], platform: str) -> str:
-    """A script: apply, label, and the three checks."""
-    tool = "oc" if platform == "openshift" else "kubectl"
-    namespace = NAMESPACE[platform]
+    """A script: apply, drain, label, wait for the slices, uncordon, and the three checks."""
+    tool, admin = ("oc", "oc adm") if platform == "openshift" else ("kubectl", "kubectl")
+    names, namespace = " ".join(node.name for node, _ in placed), NAMESPACE[platform]
+    state, manager = "nvidia.com/mig.config.state", f"daemonset/nvidia-mig-manager -n {namespace}"
+    success = r"jsonpath='{.metadata.labels.nvidia\.com/mig\.config\.state}'=success"
+    refusal = "echo 'which nodes is not known: give `nodes` in the fleet file, and plan again' >&2; exit 1"
     lines = [
         "#!/bin/sh",
-        "# Applies the plan. Drain the nodes first: no process may use a GPU while its layout changes.",
+        "# Applies the plan. Pods leave the nodes meanwhile: no process may use a GPU while its slices change.",
         "set -e",
+        *([refusal] if names == NO_NAME else []),
         f"{tool} apply -f configmap.yaml",
         f"{tool} patch clusterpolicy/cluster-policy --type merge --patch-file clusterpolicy-patch.yaml",
+        f"{admin} drain {names} --ignore-daemonsets",
+        "# The MIG manager reads its file when it starts, and the state of an earlier change may still be success.",
+        f"{tool} label node {names} {state}-",
+        f"{tool} rollout restart {manager}",
+        f"{tool} rollout status {manager}",
         *(
             f"{tool} label node {node.name} nvidia.com/mig.config={config_name(node)} --overwrite"
             for node, _ in placed
         ),
+        f"{tool} wait node {names} --timeout=15m --for={success}",
+        f"{admin} uncordon {names}",
         "",
         "# 1. the state of the change: success on every node",
         f"{tool} get nodes -L nvidia.com/mig.config,nvidia.com/mig.config.state",
@@ -298,6 +307,9 @@ def write(
         "queries.yaml": dump(QUERIES),
         "apply.sh": commands(placed, platform),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {folder}: {error.strerror}: name a folder that can be written") from error

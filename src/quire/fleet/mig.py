@@ -13,7 +13,6 @@ from functools import cache
 from quire.core.errors import ConfigError
 
 COMPUTE_SLICES, MEMORY_SLICES = 7, 8
-GB = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +24,15 @@ class Profile:
     memory: int  # slices
     starts: tuple[int, ...]  # memory slices at which it may begin
     num_sms: int
-    megabytes: int | None = None  # of 2**20, by NVML; None: its share of the GPU's memory
+    megabytes: int  # of 2**20, by NVML
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU that MIG can cut. `device`: the whole GPU's name among the simulated devices."""
+    """A GPU that MIG can cut, under its name among the simulated devices."""
 
     name: str
-    device: str
     num_sms: int
-    memory_bytes: int
     profiles: tuple[Profile, ...]
 
     def profile(self, name: str) -> Profile:
@@ -48,13 +45,8 @@ class Card:
         """Of the whole GPU's processors."""
         return profile.num_sms / self.num_sms
 
-    def slice_bytes(self, profile: Profile) -> int:
-        if profile.megabytes is not None:
-            return profile.megabytes << 20
-        return self.memory_bytes * profile.memory // MEMORY_SLICES
 
-
-def _profiles(sizes: str, sms: str, megabytes: str = "") -> tuple[Profile, ...]:
+def _profiles(sizes: str, sms: str, megabytes: str) -> tuple[Profile, ...]:
     """GB in their names, SMs, and NVML's megabytes, of 1g, 1g with double memory, 2g, 3g, 4g and 7g."""
     kinds = (
         (1, 1, range(7)),
@@ -64,11 +56,10 @@ def _profiles(sizes: str, sms: str, megabytes: str = "") -> tuple[Profile, ...]:
         (4, 4, (0,)),
         (7, 8, (0,)),
     )
-    measured: list[int | None] = [int(size) for size in megabytes.split()] or [None] * len(kinds)
     return tuple(
-        Profile(f"{compute}g.{size}gb", compute, memory, tuple(starts), int(count), mib)
+        Profile(f"{compute}g.{size}gb", compute, memory, tuple(starts), int(count), int(mib))
         for (compute, memory, starts), size, count, mib in zip(
-            kinds, sizes.split(), sms.split(), measured, strict=True
+            kinds, sizes.split(), sms.split(), megabytes.split(), strict=True
         )
     )
 
@@ -77,26 +68,36 @@ def _profiles(sizes: str, sms: str, megabytes: str = "") -> tuple[Profile, ...]:
 # A100: NVIDIA's MIG User Guide, List GPU Instance Profiles; 98 of 108 SMs in all.
 # H100 SXM5: `nvidia-smi mig -lgip` in docs/mig.md of stackhpc/ansible-slurm-appliance.
 # H200: NVML, mode `mig` of benchmarks/results/h200_gpu_sharing.json.
-# Megabytes differ by a few hundred with the driver, so that only measured ones are here.
+# Megabytes differ by a few hundred with the driver. Those of A100 and H100 are GiB that `nvidia-smi mig -lgip` printed.
 _A100_SMS, _H100_SMS = "14 14 28 42 56 98", "16 26 32 60 64 132"
-_H200_MEGABYTES = "16384 33280 33280 71424 71424 143360"
+_A100_40, _A100_80 = "4864 9984 9984 20096 20096 40320", "9728 19968 19968 40192 40192 80896"
+_H100, _H200 = "9984 20096 20096 40448 40448 81152", "16384 33280 33280 71424 71424 143360"
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40g", "a100-40g", 108, 40 * GB, _profiles("5 10 10 20 20 40", _A100_SMS)),
-        Card("a100-80g", "a100-80g", 108, 80 * GB, _profiles("10 20 20 40 40 80", _A100_SMS)),
-        Card("h100", "h100", 132, 80 * GB, _profiles("10 20 20 40 40 80", _H100_SMS)),
-        Card("h200", "h200", 132, 141 * GB, _profiles("18 35 35 71 71 141", _H100_SMS, _H200_MEGABYTES)),
+        Card("a100-40g", 108, _profiles("5 10 10 20 20 40", _A100_SMS, _A100_40)),
+        Card("a100-80g", 108, _profiles("10 20 20 40 40 80", _A100_SMS, _A100_80)),
+        Card("h100", 132, _profiles("10 20 20 40 40 80", _H100_SMS, _H100)),
+        Card("h200", 132, _profiles("18 35 35 71 71 141", _H100_SMS, _H200)),
     )
 }
 
 
+# letters and digits of names, NVML's too; H100 PCIe and NVL have other SMs or memory
+_NAMES = {
+    "a100-40g": "a100(sxm4?|pcie)?40gb?(pcie)?",
+    "a100-80g": "a100(sxm4?|pcie)?80gb?(pcie)?",
+    "h100": "h100(sxm5?)?(80gb?)?(hbm3)?",
+    "h200": "h200(sxm5?|nvl)?(141gb?)?(hbm3e)?",
+}
+
+
 def find_card(name: str) -> Card:
-    """In any spelling: A100-80GB, a100 80g, H200."""
+    """By a name such as a100 80g or H200, or by NVML's, such as NVIDIA A100-SXM4-80GB."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
-    for card in CARDS.values():
-        if plain in (key := card.name.replace("-", ""), key + "b"):
-            return card
+    for known_name, pattern in _NAMES.items():
+        if re.fullmatch(pattern, plain):
+            return CARDS[known_name]
     known = f"GPUs with MIG that are known: {', '.join(CARDS)}"
     if name in ("", "None"):  # a file without the field
         raise ConfigError(

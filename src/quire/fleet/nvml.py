@@ -1,17 +1,16 @@
 """The MIG table of the GPU that is here, as NVML tells it: read only, and with MIG switched off too."""
 
 import ctypes
-from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
-from quire.fleet.mig import Card, find_card
+from quire.fleet.mig import Card, Profile
 
 LIBRARY = "libnvidia-ml.so.1"
 _NUM_PROFILES = 32  # ids that are asked; NVML refuses what the GPU has not
 _NAME_BYTES = 96
 
 
-class _Profile(ctypes.Structure):
+class _ProfileInfo(ctypes.Structure):
     """nvmlGpuInstanceProfileInfo_v2_t."""
 
     _fields_ = (
@@ -26,19 +25,7 @@ class _MigPlacement(ctypes.Structure):
     _fields_ = (("start", ctypes.c_uint), ("size", ctypes.c_uint))
 
 
-@dataclass(frozen=True, slots=True)
-class CardProfile:
-    """One kind of slice by NVML."""
-
-    name: str  # 2g.20gb
-    compute: int
-    memory: int  # slices
-    starts: tuple[int, ...]
-    num_sms: int
-    megabytes: int  # of 2**20
-
-
-def read_card(index: int = 0, library: str = LIBRARY) -> tuple[str, tuple[CardProfile, ...]]:
+def read_card(index: int = 0, library: str = LIBRARY) -> tuple[str, tuple[Profile, ...]]:
     """The GPU's name and its slices, without variants such as +me. ConfigError where there is no driver, GPU or MIG."""
     try:
         nvml = ctypes.CDLL(library)
@@ -54,7 +41,7 @@ def read_card(index: int = 0, library: str = LIBRARY) -> tuple[str, tuple[CardPr
         nvml.nvmlShutdown()
 
 
-def _read(nvml: ctypes.CDLL, index: int) -> tuple[str, tuple[CardProfile, ...]]:
+def _read(nvml: ctypes.CDLL, index: int) -> tuple[str, tuple[Profile, ...]]:
     device, title = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
     code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
     if code or nvml.nvmlDeviceGetName(device, title, ctypes.c_uint(_NAME_BYTES)):
@@ -63,7 +50,7 @@ def _read(nvml: ctypes.CDLL, index: int) -> tuple[str, tuple[CardProfile, ...]]:
         )
     profiles = []
     for kind in range(_NUM_PROFILES):
-        info = _Profile(version=ctypes.sizeof(_Profile) | 2 << 24)
+        info = _ProfileInfo(version=ctypes.sizeof(_ProfileInfo) | 2 << 24)
         if nvml.nvmlDeviceGetGpuInstanceProfileInfoV(device, ctypes.c_uint(kind), ctypes.byref(info)):
             continue
         name = info.name.decode().removeprefix("MIG ")
@@ -77,21 +64,14 @@ def _read(nvml: ctypes.CDLL, index: int) -> tuple[str, tuple[CardProfile, ...]]:
             continue
         filled = placements[: count.value]
         starts = tuple(sorted(entry.start for entry in filled))
-        profiles.append(CardProfile(name, info.slices, filled[0].size, starts, info.sms, info.megabytes))
+        profiles.append(Profile(name, info.slices, filled[0].size, starts, info.sms, info.megabytes))
     if not profiles:
         raise ConfigError(f"{title.value.decode()} has no MIG: name a GPU that has, as in --mig h100")
     return title.value.decode(), tuple(sorted(profiles, key=lambda p: (p.compute, p.memory)))
 
 
-def known_card(title: str, table: tuple[CardProfile, ...]) -> Card:
-    """Ours of the GPU that NVML names so. ConfigError where it is not known."""
-    size = max(profile.megabytes for profile in table)
-    name = title.lower().removeprefix("nvidia ").split()[0].split("-")[0]
-    return find_card(f"{name}-{'80g' if size > 50_000 else '40g'}" if name == "a100" else name)
-
-
-def differences(card: Card, table: tuple[CardProfile, ...]) -> list[str]:
-    """One line for each thing in which NVML's table is not ours. Megabytes count where they were measured."""
+def differences(card: Card, table: tuple[Profile, ...]) -> list[str]:
+    """One line for each thing in which NVML's table is not ours."""
     theirs, lines = {profile.name: profile for profile in table}, []
     for mine in card.profiles:
         other = theirs.pop(mine.name, None)
@@ -100,6 +80,6 @@ def differences(card: Card, table: tuple[CardProfile, ...]) -> list[str]:
             continue
         for what in ("compute", "memory", "starts", "num_sms", "megabytes"):
             ours, by_nvml = getattr(mine, what), getattr(other, what)
-            if ours not in (None, by_nvml):
+            if ours != by_nvml:
                 lines.append(f"{mine.name}: {what.replace('num_sms', 'SMs')} {ours}, by NVML {by_nvml}")
     return lines + [f"{name}: in NVML's table only" for name in theirs]

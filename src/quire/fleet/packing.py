@@ -11,7 +11,8 @@ from functools import cache
 
 from quire.fleet.mig import COMPUTE_SLICES, MEMORY_SLICES, Card, Layout, Profile, place
 
-ROUNDS = 200  # of local search, each over all GPUs
+ROUNDS = 200  # of local search
+TRIES = 1600  # of one round: GPUs to empty, the least filled ones, times GPUs to fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,12 @@ def pack(demands: Sequence[Demand], card: Card, before: Sequence[PackedGpu] = ()
                 left[demand] -= 1
                 kept.demands.append(demand)
         gpus.append(kept)
-    stays = any(gpu.demands for gpu in gpus)
-    if not stays:
+    keeps_slices = any(gpu.demands for gpu in gpus)
+    if not keeps_slices:
         gpus = []
     for demand in sorted(left.elements(), key=lambda d: (_size(d.profile), d.model)):
         _insert(demand, gpus, card)
-    if not stays:
+    if not keeps_slices:
         for _ in range(ROUNDS):
             if len(gpus) <= lower_bound(demands) or not _empties_one(gpus, card):
                 break
@@ -90,7 +91,7 @@ def _insert(demand: Demand, gpus: list[PackedGpu], card: Card) -> None:
 
 def _empties_one(gpus: list[PackedGpu], card: Card) -> bool:
     """Moves the slices of one GPU to others, exchanging two where that makes room. Whether one was emptied."""
-    for victim in sorted(gpus, key=lambda gpu: gpu.filling):
+    for victim in sorted(gpus, key=lambda gpu: gpu.filling)[: max(3, TRIES // len(gpus))]:
         others = [PackedGpu(card, list(gpu.demands)) for gpu in gpus if gpu is not victim]
         if all(
             _squeeze(demand, others, card)
@@ -141,3 +142,13 @@ def moved(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> int:
     new = [Counter(gpu.demands) for gpu in after]
     same = sum((a & b).total() for a, b in zip(old, new, strict=False))
     return sum(one.total() for one in new) - same
+
+
+def changed(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> list[int]:
+    """Indices of GPUs whose slices are not those of before. mig-parted removes every slice of such a GPU first."""
+    old, new = (
+        [Counter(demand.profile for demand in gpu.demands) for gpu in gpus] for gpus in (before, after)
+    )
+    return [
+        index for index, slices in enumerate(new) if slices != (old[index] if index < len(old) else Counter())
+    ]

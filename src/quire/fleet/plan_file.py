@@ -1,4 +1,4 @@
-"""The file of `quire plan --fleet`: GPUs, nodes, and models with their users and promises."""
+"""The file of `quire plan --fleet`: GPUs, nodes, and models with their users and SLOs."""
 
 import json
 import math
@@ -16,13 +16,13 @@ from quire.fleet.manifests import MAX_GPUS, Node, whole_number
 from quire.fleet.mig import Card, find_card
 
 MAX_MODELS, MAX_USERS, MAX_BYTES = 1000, 100_000, 1 << 20
-_PROMISES = ("slo_per_token", "slo_request", "prompt_tokens", "output_tokens")
-_FIELDS = {"cards", "card", "nodes", "models", *_PROMISES}
-_MODEL_FIELDS = {"name", "model", "users", "rate", "slice", "replicas", "settings", *_PROMISES}
+SLO_FIELDS = ("slo_per_token", "slo_request", "prompt_tokens", "output_tokens")
+_FIELDS = {"cards", "card", "nodes", "models", *SLO_FIELDS}
+_MODEL_FIELDS = {"name", "model", "users", "rate", "slice", "replicas", "settings", *SLO_FIELDS}
 # the same of a file with `gpus`: whole cards, on which models are placed in groups
-_WHOLE_PROMISES = ("slo_request", "slo_scale", "cv", "prompt_tokens", "output_tokens")
-_WHOLE_FIELDS = {"gpus", "gpus_per_node", "max_tp", "max_pp", "models", *_WHOLE_PROMISES}
-_WHOLE_MODEL_FIELDS = {"name", "model", "rate", "settings", *_WHOLE_PROMISES}
+_WHOLE_SLO_FIELDS = ("slo_request", "slo_scale", "cv", "prompt_tokens", "output_tokens")
+_WHOLE_FIELDS = {"gpus", "gpus_per_node", "max_tp", "max_pp", "models", *_WHOLE_SLO_FIELDS}
+_WHOLE_MODEL_FIELDS = {"name", "model", "rate", "settings", *_WHOLE_SLO_FIELDS}
 MAX_RATE = 1e4
 # of a node: it is part of a label, and of a command in apply.sh
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,55}[a-z0-9])?")
@@ -33,7 +33,7 @@ class FleetModel:
     name: str
     source: str
     users: int
-    promise: Mapping[str, float]  # of this model, over the file's
+    slo: Mapping[str, float]  # fields of SLO_FIELDS: the model's own, else the file's
     settings: Mapping[str, Any]  # of the engine, such as quantization
     slice: str | None  # given: nothing is simulated
     replicas: int
@@ -95,7 +95,7 @@ def read_fleet(path: Path) -> FleetFile:
     entries = document.get("models")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_MODELS:
         raise ConfigError(f"{path}: `models` must be a list of 1 to {MAX_MODELS} models")
-    common = {name: document[name] for name in (*_PROMISES, *_WHOLE_PROMISES) if name in document}
+    common = {name: document[name] for name in (*SLO_FIELDS, *_WHOLE_SLO_FIELDS) if name in document}
     models = tuple(
         _model(entry, common, f"{path}: models[{index}]", whole) for index, entry in enumerate(entries)
     )
@@ -104,8 +104,12 @@ def read_fleet(path: Path) -> FleetFile:
         raise ConfigError(f"{path}: the name {twice[0]!r} is given twice: rename one")
     if whole:
         return FleetFile((), (), models, _whole_cards(document, str(path)))
+    if {"card", "cards"} <= document.keys():
+        raise ConfigError(f"{path}: `card` and `cards` are given: leave one of them out")
     names = document.get("cards") or [document.get("card")]
     cards = tuple(find_card(str(name)) for name in (names if isinstance(names, list) else [names]))
+    if len(set(cards)) < len(cards):
+        raise ConfigError(f"{path}: cards has {', '.join(card.name for card in cards)}: give each kind once")
     return FleetFile(cards, _nodes(document.get("nodes"), f"{path}: nodes"), models)
 
 
@@ -147,27 +151,27 @@ def _model(entry: Any, common: Mapping[str, Any], where: str, whole: bool) -> Fl
         raise ConfigError(f"{where} is {entry!r}: give at least `name`")
     where = f"{where} ({entry['name']})"
     _known(entry, _WHOLE_MODEL_FIELDS if whole else _MODEL_FIELDS, where)
-    promises = _WHOLE_PROMISES if whole else _PROMISES
-    own = {name: entry[name] for name in promises if name in entry}
+    slo_fields = _WHOLE_SLO_FIELDS if whole else SLO_FIELDS
+    own = {name: entry[name] for name in slo_fields if name in entry}
     if "slo_request" in own or "slo_scale" in own:  # in place of the file's, whichever that gives
         common = {name: value for name, value in common.items() if name not in ("slo_request", "slo_scale")}
-    promise = {name: _promised(name, value, f"{where}: {name}") for name, value in {**common, **own}.items()}
+    slo = {name: slo_value(name, value, f"{where}: {name}") for name, value in {**common, **own}.items()}
     if whole and "rate" not in entry:
         raise ConfigError(f"{where}: give `rate`, its requests per second")
     return FleetModel(
         name=str(entry["name"]),
         source=str(entry.get("model", entry["name"])),
-        users=_users(entry, promise, where),
+        users=_users(entry, slo, where),
         rate=float(entry.get("rate", 0.0)),
-        promise=promise,
+        slo=slo,
         settings=_settings(entry, where),
         slice=None if entry.get("slice") is None else str(entry["slice"]),
         replicas=whole_number(entry.get("replicas", 1), f"{where}: replicas", MAX_MODELS),
     )
 
 
-def _users(entry: Mapping[str, Any], promise: Mapping[str, float], where: str) -> int:
-    """Requests at once. A rate gives as many as arrive while one may take its promised time (Little's law)."""
+def _users(entry: Mapping[str, Any], slo: Mapping[str, float], where: str) -> int:
+    """Requests at once. A rate gives as many as arrive while one may take its slo_request (Little's law)."""
     if "rate" not in entry:
         return whole_number(entry.get("users", 1), f"{where}: users", MAX_USERS)
     rate = entry["rate"]
@@ -176,10 +180,11 @@ def _users(entry: Mapping[str, Any], promise: Mapping[str, float], where: str) -
             f"{where}: rate is {rate!r}: give requests per second above 0 and below {MAX_RATE:,.0f}; a model without "
             "requests needs no place"
         )
-    return max(1, math.ceil(rate * promise.get("slo_request", 10.0)))
+    return max(1, math.ceil(rate * slo.get("slo_request", 10.0)))
 
 
-def _promised(name: str, value: Any, where: str) -> float:
+def slo_value(name: str, value: Any, where: str) -> float:
+    """Checked: seconds of an SLO, or tokens."""
     if name in ("slo_scale", "cv"):
         low, high = (1.0, 1000.0) if name == "slo_scale" else (0.1, 20.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:

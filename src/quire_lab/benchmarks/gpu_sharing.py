@@ -3,7 +3,7 @@ of `quire bench lab gpu-sharing`.
 
 Two real engines: one decodes answers, the other mostly computes prompts. On a GPU they run alone, in time slices, in
 time slices with green contexts of half of the processors each (`--sm-share`), under MPS, and under MPS with parts of
-the processors (`--splits`). On a CPU (`--device cpu`) they run alone, on the same cores, and each on its own.
+the processors (`--splits`). On a CPU (`--device cpu`) they run alone, on the same two cores, and on one each.
 
 Others have one engine at a time: `share` has the whole GPU, then a green context of half of its SMs. `steps` times
 decodes and prompts in green contexts of 10 to 100 % (`quire_lab.fit.sm_shares` fits and predicts them). In `fault` a
@@ -86,7 +86,7 @@ def main() -> None:
         return
     name, _, role = options.child.partition(":")
     path = options.folder / (f"{name}.json" if role == "steps" else f"{name}-{role}.json")
-    with said_why(path, name if role == "steps" else role):
+    with record_failure(path, name if role == "steps" else role):
         if role == "fault":
             fault(options.folder, name)
         elif role == "steps":
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 @contextmanager
-def said_why(path: Path, role: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+def record_failure(path: Path, role: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
     """A process whose engine does not start leaves the reason in its row, so that a report can name it."""
     try:
         yield
@@ -157,13 +157,13 @@ def run_mode(
     if mode == "alone":
         for role in ("decodes", "prompts"):
             yield from together({role: {}}, device, seconds)
-    elif mode in ("time-slices", "same-cores"):
+    elif mode == "time-slices":
         yield from together({"decodes": {}, "prompts": {}}, device, seconds)
+    elif mode in ("same-cores", "own-cores"):
+        yield from together(on_two_cores(mode), device, seconds)
     elif mode == "green-contexts":
         half = {"QUIRE_SM_SHARE": "0.5"}
         yield from together({"decodes": half, "prompts": half}, device, seconds)
-    elif mode == "own-cores":
-        yield from together({"decodes": {"QUIRE_CORE": "0"}, "prompts": {"QUIRE_CORE": "1"}}, device, seconds)
     elif mode == "share":
         yield from shares(num_layers)
     elif mode == "mig":
@@ -177,6 +177,13 @@ def run_mode(
             yield from under_mps(mode, environment, device, seconds, splits, num_layers)
 
 
+def on_two_cores(mode: str) -> dict[str, dict[str, str]]:
+    """Two of the cores that this process may use: both for each engine, or one each."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
+    first, second = (cores, cores) if mode == "same-cores" else (cores[:1], cores[-1:])
+    return {"decodes": {"QUIRE_CORES": ",".join(first)}, "prompts": {"QUIRE_CORES": ",".join(second)}}
+
+
 def under_mps(
     mode: str, environment: dict[str, str], device: str, seconds: float, splits: str, num_layers: int | None
 ) -> Iterator[dict[str, Any]]:
@@ -188,7 +195,7 @@ def under_mps(
             parts = zip(("decodes", "prompts"), split.split(":"), strict=True)
             pairs.append({role: {**environment, MPS_PERCENTAGE: part} for role, part in parts})
         groups = (pairs[at : at + PAIRS_AT_ONCE] for at in range(0, len(pairs), PAIRS_AT_ONCE))
-        measured = chain.from_iterable(in_turn(group, device, seconds) for group in groups)
+        measured = chain.from_iterable(run_groups(group, device, seconds) for group in groups)
         for split, rows in zip(splits.split(","), measured, strict=True):
             yield from ({"split": split, **row} for row in rows)
     elif mode == "fault":
@@ -214,10 +221,10 @@ def shares(num_layers: int | None) -> Iterator[dict[str, Any]]:
 
 def mig_table() -> dict[str, Any]:
     """What `quire plan --mig auto` reads and compares; MIG may be off."""
-    from quire.fleet import nvml
+    from quire.fleet import mig, nvml
 
     title, table = nvml.read_card()
-    different = nvml.differences(nvml.known_card(title, table), table) or "none"
+    different = nvml.differences(mig.find_card(title), table) or "none"
     return {
         "role": "nvml",
         "card": title,
@@ -256,11 +263,11 @@ def mps() -> Iterator[dict[str, str]]:
 
 def together(roles: Mapping[str, Mapping[str, str]], device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """Starts one process for each role, lets them begin at once, and returns what each counted."""
-    for rows in in_turn([roles], device, seconds):
+    for rows in run_groups([roles], device, seconds):
         yield from rows
 
 
-def in_turn(
+def run_groups(
     groups: Sequence[Mapping[str, Mapping[str, str]]], device: str, seconds: float
 ) -> Iterator[list[dict[str, Any]]]:
     """All processes start together; one group of them after the other runs, while the others sleep."""
@@ -274,16 +281,33 @@ def in_turn(
         waiting = [
             (f"{i}-{role}", process) for i, group in enumerate(started) for role, process in group.items()
         ]
-        waiting = [(key, process) for key, process in waiting if not key.endswith("fault")]
-        while not all(
-            (folder / f"{key}.ready").exists() or process.poll() is not None for key, process in waiting
-        ):
-            time.sleep(0.05)
+        _await_ready(folder, [(key, process) for key, process in waiting if not key.endswith("fault")])
         for index, group in enumerate(started):
             (folder / f"{index}.go").touch()
             yield [
                 _result(folder, f"{index}-{role}", role, process, seconds) for role, process in group.items()
             ]
+
+
+def _await_ready(folder: Path, waiting: Sequence[tuple[str, "subprocess.Popen[bytes]"]]) -> None:
+    """Until every engine is warm or has ended. After START_SECONDS late ones are killed, and their rows say so."""
+    deadline = time.monotonic() + START_SECONDS
+    while late := [
+        (key, process)
+        for key, process in waiting
+        if not (folder / f"{key}.ready").exists() and process.poll() is None
+    ]:
+        if time.monotonic() < deadline:
+            time.sleep(0.05)
+            continue
+        for key, process in late:
+            process.kill()
+            row = {
+                "role": key.partition("-")[2],
+                "exit": process.wait(),
+                "error": f"not ready in {START_SECONDS:g} s",
+            }
+            (folder / f"{key}.json").write_text(json.dumps(row))
 
 
 def one_by_one(
@@ -354,13 +378,14 @@ def open_engine(shape: Mapping[str, Any], **settings: Any) -> Any:
 
 
 def child(name: str, role_name: str, device: str, folder: Path, seconds: float) -> None:
-    if core := os.environ.get("QUIRE_CORE"):
-        os.sched_setaffinity(0, {int(core)})
+    cores = {int(core) for core in os.environ.get("QUIRE_CORES", "").split(",") if core}
+    if cores:
+        os.sched_setaffinity(0, cores)
     from quire import LLM
 
     role = (CPU_ROLES if device == "cpu" else ROLES)[role_name]
     if device == "cpu":
-        llm = LLM(use_tqdm=False, num_threads=1 if core else 2, enable_prefix_caching=False)
+        llm = LLM(use_tqdm=False, num_threads=len(cores) or 2, enable_prefix_caching=False)
         vocabulary = 40_000
     else:
         shape = workloads.SHAPES[role.shape]
@@ -381,6 +406,8 @@ def child(name: str, role_name: str, device: str, folder: Path, seconds: float) 
     except Exception as fault:
         error = in_one_line(fault)
     result = {"role": role_name, **busy.counted(), "error": error}
+    if cores:
+        result["cores"] = sorted(os.sched_getaffinity(0))
     (folder / f"{name}-{role_name}.json").write_text(json.dumps(result))
     os._exit(0)  # a context that faulted does not end by itself
 

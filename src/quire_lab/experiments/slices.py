@@ -14,13 +14,13 @@ from quire.fleet.packing import Demand, lower_bound, pack
 from quire.fleet.plan_file import FleetModel, read_fleet
 from quire.models import registry
 from quire_lab.measure.simulated_runs import basis
-from quire_lab.measure.slices import USERS, Held, Promise, curve, most_users
+from quire_lab.measure.slices import USERS, SliceLatency, Slo, curve, most_users
 from quire_lab.report.experiment import Bar, Check, Experiment, Finding, Setup, Table
 from quire_lab.report.slice_curves import picture_of
 from quire_lab.simulate.build import open_shape, simulated_parts
 
 CARD = CARDS["a100-80g"]
-PROMISE = Promise()  # 50 ms per token and 10 s per request, 512 tokens in and 128 out
+SLO = Slo()  # 50 ms per token and 10 s per request, 512 tokens in and 128 out
 SMALL = 13.5e9  # parameters of the largest model that is called 13B
 FLEET = Path(__file__).parents[3] / "examples" / "fleet.yaml"  # of a checkout
 
@@ -50,7 +50,7 @@ def run(setup: Setup) -> Finding:
     with setup.progress(len(models) + len(fleet), "models") as bar:
         points = {}
         for model in models:
-            points[model] = curve({"model": model}, CARD, PROMISE, users)
+            points[model] = curve({"model": model}, CARD, SLO, users)
             bar()
         packed = _pack(fleet, bar) if fleet else {}
     return _finding(points, packed)
@@ -88,33 +88,33 @@ def _packed(wanted: Sequence[Demand]) -> dict[str, Any]:
 
 
 def _num_parameters(model: FleetModel) -> int:
-    config = EngineConfig.of(model=model.source, device=f"simulated:{CARD.device}", **model.settings)
+    config = EngineConfig.of(model=model.source, device=f"simulated:{CARD.name}", **model.settings)
     described = registry.describe(open_shape(config).config)
     return simulated_parts(config, described, ()).weights.num_parameters
 
 
-def _finding(points: dict[str, list[Held]], packed: dict[str, Any]) -> Finding:
+def _finding(points: dict[str, list[SliceLatency]], packed: dict[str, Any]) -> Finding:
     rows, checks, judged = [], [], []
     for stated in STATEMENTS:
         of_model = points[stated.model]
-        most = most_users(of_model, stated.slice, PROMISE)
+        most = most_users(of_model, stated.slice, SLO)
         here = next(p for p in of_model if p.profile == stated.slice and p.users == stated.users)
-        first = next((p.profile for p in of_model if p.users == stated.users and p.keeps(PROMISE)), "none")
+        first = next((p.profile for p in of_model if p.users == stated.users and p.meets(SLO)), "none")
         latency = f"{1e3 * here.per_token:.1f} ms, {here.per_request:.2f} s" if not here.why else here.why
         computed = f"{most} or more" if most == max(p.users for p in of_model) else f"{most}"
         rows.append([stated.model, stated.slice, f"{stated.users}", computed, latency, first])
         name = f"{stated.model} on {stated.slice}"
         checks += [
-            Check(f"{name} serves {stated.users} users", latency, here.keeps(PROMISE)),
+            Check(f"{name} serves {stated.users} users", latency, here.meets(SLO)),
             Check(f"{name} serves no more than {stated.users} users", computed, most <= stated.users),
         ]
         judged.append({**asdict(stated), "computed_users": most, "smallest_slice": first})
     head = ["model", "slice", "users, published", "users, computed", "at the published", "smallest for these"]
     tables = [Table("Published statements beside the simulated slices", head, rows, left=2)]
     notes = [
-        *basis({"model": ", ".join(points), "device": f"simulated:{CARD.device}"}),
+        *basis({"model": ", ".join(points), "device": f"simulated:{CARD.name}"}),
         f"published: Zhu, Wang et al., MASCOTS 2024, vLLM on A100; its lengths are not known, these are "
-        f"{PROMISE.prompt_tokens} tokens in and {PROMISE.output_tokens} out, 95th percentiles",
+        f"{SLO.prompt_tokens} tokens in and {SLO.output_tokens} out, 95th percentiles",
     ]
     if packed:
         tables.append(_fleet_table(packed))
@@ -130,13 +130,13 @@ def _finding(points: dict[str, list[Held]], packed: dict[str, Any]) -> Finding:
         f"{agreed} of {len(checks)} statements agree with the simulated slices"
         + (f"; 54 models need {packed['all']['gpus_after']} GPUs." if packed else "."),
         tables,
-        [picture_of(points["mistral-7b"], CARD, PROMISE, "slices")],
+        [picture_of(points["mistral-7b"], CARD, SLO, "slices")],
         {
             "statements": judged,
             "fleet": packed,
             "points": {name: [asdict(p) for p in of_model if not p.why] for name, of_model in points.items()},
         },
-        {"card": CARD.name, "promise": asdict(PROMISE)},
+        {"card": CARD.name, "slo": asdict(SLO)},
         checks,
         notes,
     )

@@ -68,7 +68,7 @@ class Plan:
             ],
             "models": [
                 {
-                    "name": model.name, "rate": model.rate, "cv": model.promise.get("cv", 1.0),
+                    "name": model.name, "rate": model.rate, "cv": model.slo.get("cv", 1.0),
                     "deadline_s": self.case.deadlines[index], "groups": places[index],
                     "attainment": _share(self.tested, index),
                 }
@@ -141,7 +141,7 @@ class Plan:
         places = replicas_by_model(self.filled.groups, len(names))
         for index, model in enumerate(self.fleet.models):
             table.append([
-                model.name, f"{model.rate:g}", f"{model.promise.get('cv', 1.0):g}",
+                model.name, f"{model.rate:g}", f"{model.slo.get('cv', 1.0):g}",
                 f"{self.case.deadlines[index]:.2f} s", f"{_share(self.tested, index):.1%}",
                 ", ".join(map(str, places[index])) or "none",
             ])  # fmt: skip
@@ -176,7 +176,7 @@ def make_plan(fleet: FleetFile, seed: int = 0) -> Plan:
         _deadline(model, sized[index], index, table, devices) for index, model in enumerate(fleet.models)
     ]
     rates = [model.rate for model in fleet.models]
-    cvs = [model.promise.get("cv", 1.0) for model in fleet.models]
+    cvs = [model.slo.get("cv", 1.0) for model in fleet.models]
     case = Case(
         whole.gpus, {name: usable_bytes(device) for name, device in devices.items()}, shapes, table, deadlines,
         gamma_trace(rates, cvs, NUM_REQUESTS, seed), whole.gpus_per_node,
@@ -203,8 +203,7 @@ def _device(name: str) -> SimulatedDevice:
 
 def _sized(model: FleetModel) -> Sized:
     lengths = [
-        int(model.promise.get(name, usual))
-        for name, usual in (("prompt_tokens", 512), ("output_tokens", 128))
+        int(model.slo.get(name, usual)) for name, usual in (("prompt_tokens", 512), ("output_tokens", 128))
     ]
     try:
         return size_model({**model.settings, "model": model.source}, *lengths)
@@ -225,15 +224,15 @@ def _deadline(
     possible = {key: served.lone for key, row in table.items() if (served := row[index]) is not None}
     if not possible:
         raise ConfigError(f"{model.name}: {_no_room(sized, table, devices)}")
-    if "slo_request" not in model.promise:
+    if "slo_request" not in model.slo:
         smallest = min(possible, key=lambda key: (key[1].size, possible[key]))
-        return model.promise.get("slo_scale", USUAL_SCALE) * possible[smallest]
-    deadline = model.promise["slo_request"]
+        return model.slo.get("slo_scale", USUAL_SCALE) * possible[smallest]
+    deadline = model.slo["slo_request"]
     (gpu, shape), least = min(possible.items(), key=lambda item: item[1])
     if least > deadline:
         raise ConfigError(
             f"{model.name}: a lone request takes {least:.3g} s at best (on {gpu}, {shape}), and slo_request is "
-            f"{deadline:g} s: promise at least {least:.3g} s, or shorten output_tokens={sized.output_tokens}"
+            f"{deadline:g} s: give at least {least:.3g} s, or shorten output_tokens={sized.output_tokens}"
         )
     return deadline
 

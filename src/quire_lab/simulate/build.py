@@ -44,6 +44,10 @@ from quire_lab.simulate.devices import SimulatedDevice, find_device
 from quire_lab.simulate.runner import SimulatedRunner
 
 
+class DeviceTooSmall(ConfigError):
+    """The device's memory holds too little: a larger device may serve the same settings."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedParts:
     device: SimulatedDevice
@@ -152,10 +156,15 @@ def simulated_parts(
     weights = weight_shape(model, precision.format)
     groups = layer_groups(config, model, max_model_len)
     layout = block_layout(config.memory.block_size, model, precision, groups)
-    pool = _pool(config, device, precision, layout, groups, weights, model, max_model_len)
-    num_adapter_blocks = separate_blocks(config.adapters, pool.num_blocks, layout.block_bytes)
-    num_blocks = (pool.num_blocks - num_adapter_blocks) // groups.num_groups
-    scheduler = resolve_scheduler(config.scheduler, precision.device, num_blocks)
+    try:
+        pool = _pool(config, device, precision, layout, groups, weights, model, max_model_len)
+        num_adapter_blocks = separate_blocks(config.adapters, pool.num_blocks, layout.block_bytes)
+        num_blocks = (pool.num_blocks - num_adapter_blocks) // groups.num_groups
+        scheduler = resolve_scheduler(config.scheduler, precision.device, num_blocks)
+    except ConfigError as error:
+        if config.memory.num_blocks is None and config.memory.kv_cache_memory_bytes is None:
+            raise DeviceTooSmall(str(error)) from error
+        raise  # the size of the pool is set, or the weights do not fit
     costs = _costs(model, precision, weights, layout)
     clock = VirtualClock()
     adapters = size_adapters(config, model, precision, device, layout.block_bytes, clock)
@@ -247,7 +256,7 @@ def _free_bytes(config: EngineConfig, device: SimulatedDevice, weights: WeightSh
             more = f"simulate more of them, such as simulated:{2 * device.ranks}x{device.name}"
         else:
             more = f"simulate a larger slice, fewer bits, or whole GPUs, such as simulated:2x{device.whole}"
-        raise ConfigError(
+        raise DeviceTooSmall(
             f"the weights take {held / 1e9:.1f} GB and {device.title} has {usable / 1e9:.1f} GB at "
             f"gpu_memory_utilization={config.memory.gpu_memory_utilization}: {more}"
         )

@@ -1,6 +1,9 @@
 """`gpu-sharing` on a GPU's rows: a neighbour that faults and an engine that does not start cost only their lines."""
 
 import json
+import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,19 +123,50 @@ def test_two_engines_of_which_no_pair_starts_are_an_error(run):
 def test_at_most_three_pairs_are_in_memory_at_once(monkeypatch):
     groups = []
 
-    def in_turn(pairs, device, seconds):
+    def run_groups(pairs, device, seconds):
         groups.append(len(pairs))
         return ([{"role": role} for role in pair] for pair in pairs)
 
-    monkeypatch.setattr(measured, "in_turn", in_turn)
+    monkeypatch.setattr(measured, "run_groups", run_groups)
     rows = list(measured.under_mps("mps-percent", {}, "cuda", 1.0, measured.SPLITS, None))
     assert [row["split"] for row in rows] == [split for split in measured.SPLITS.split(",") for _ in range(2)]
     assert sum(role.memory for role in measured.ROLES.values()) * max(groups) < 0.9
     assert sum(groups) == len(measured.SPLITS.split(","))
 
 
+def test_engines_on_a_cpu_keep_to_two_of_the_usable_cores(monkeypatch):
+    monkeypatch.setattr(measured.os, "sched_getaffinity", lambda pid: {5, 3, 7})
+
+    def cores(mode):
+        return [engine["QUIRE_CORES"] for engine in measured.on_two_cores(mode).values()]
+
+    assert cores("same-cores") == ["3,5", "3,5"]
+    assert cores("own-cores") == ["3", "5"]
+
+
+def test_two_engines_run_on_a_core_each():
+    rows = {row["role"]: row for row in measured.run_mode("own-cores", "cpu", 0.3)}
+    assert [row.get("error") for row in rows.values()] == ["", ""]
+    usable = sorted(os.sched_getaffinity(0))[:2]
+    assert (rows["decodes"]["cores"], rows["prompts"]["cores"]) == (usable[:1], usable[-1:])
+
+
+def test_an_engine_that_does_not_get_ready_is_reported(monkeypatch):
+    monkeypatch.setattr(measured, "START_SECONDS", 0.1)
+
+    def start(stack, folder, child, environment, *more):
+        process = subprocess.Popen(["sleep", "600"])
+        stack.callback(process.kill)
+        return process
+
+    monkeypatch.setattr(measured, "_start", start)
+    (rows,) = measured.run_groups([{"decodes": {}, "prompts": {}}], "cpu", 1.0)
+    late = {"exit": -signal.SIGKILL, "error": "not ready in 0.1 s"}
+    assert rows == [{"role": "decodes", **late}, {"role": "prompts", **late}]
+
+
 def test_a_process_says_why_its_engine_did_not_start(tmp_path):
-    with pytest.raises(SystemExit), measured.said_why(tmp_path / "0-decodes.json", "decodes", end=exit):
+    with pytest.raises(SystemExit), measured.record_failure(tmp_path / "0-decodes.json", "decodes", end=exit):
         raise ConfigError(REFUSAL)
     assert json.loads((tmp_path / "0-decodes.json").read_text()) == {
         "role": "decodes",

@@ -110,10 +110,9 @@ def _part(whole: SimulatedDevice, name: str, part: str) -> SimulatedDevice:
         card = find_card(whole.name)
         profile = card.profile(part)
         processors, memory = card.sm_share(profile), profile.memory / MEMORY_SLICES
-        if profile.megabytes is None:
-            num_bytes = int(num_bytes * memory)
-        else:  # CUDA gives less of the whole GPU than NVML of its largest slice
-            num_bytes = min(num_bytes, card.slice_bytes(profile))
+        num_bytes = min(
+            num_bytes, profile.megabytes << 20
+        )  # CUDA may give less than NVML of the largest slice
         rates = replace(
             whole.rates,
             flops=whole.rates.flops * processors,  # other slices draw power, too
