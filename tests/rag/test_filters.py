@@ -53,6 +53,10 @@ def nested(depth: int) -> dict[str, Any]:
     return inner
 
 
+def many(count: int) -> dict[str, Any]:
+    return {"type": "in", "key": "a", "value": list(range(count))}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -75,6 +79,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "or", "filters": [nested(1), 5]}, r"^filters\.filters\[1\] is 5"),
         (nested(9), r"8 levels deep"),
         ({"type": "or", "filters": [nested(1)] * 256}, r"256 parts"),
+        ({"type": "or", "filters": [many(1000), many(1000), many(1)]}, r"2000 values in all"),
         (nested(5000), r"8 levels deep"),
     ],
 )
@@ -86,6 +91,7 @@ def test_a_wrong_filter_names_its_field(content: Any, words: str) -> None:
 def test_limits_are_allowed() -> None:
     assert parse_filter(nested(8)).matches({"a": 1})
     assert parse_filter({"type": "or", "filters": [nested(1)] * 255}).matches({"a": 1})
+    assert parse_filter({"type": "or", "filters": [many(1000)] * 2}).matches({"a": 1})
 
 
 def test_attributes_are_texts_numbers_and_bools() -> None:

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import signal
+import threading
 import time
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +15,14 @@ import httpx
 import openai
 import pytest
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, InvalidRequest, QueueFull
 from quire.observe.host import process_birth
 from quire.server.fine_tuning import endpoints
 from quire.server.fine_tuning import jobs as fine_tuning
 from quire.server.fine_tuning.endpoints import TuningEndpoints
 from quire.server.fine_tuning.jobs import MAX_STARTS, QUEUED, RUNNING, Job, Jobs
 from quire.server.settings import ServerSettings
+from quire.train.run_files import RunLog
 from tests.server.running import PATIENCE, RunningServer
 from tests.train.conftest import make_model
 
@@ -77,10 +80,10 @@ def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
         ServerSettings(train_share=share)
 
 
-def new_job(**changes: object) -> Job:
+def new_job(owner: str = "", number: int = 1, **changes: object) -> Job:
     return Job(
-        id="ftjob-1", owner="", model=BASE, base=None, suffix=None, training_file="file-1", validation_file=None,
-        flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
+        id=f"ftjob-{number}", owner=owner, model=BASE, base=None, suffix=None, training_file="file-1",
+        validation_file=None, flags={}, hyperparameters={}, method="supervised", seed=0, created_at=0, **changes,
     )  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def test_a_job_gets_its_share_of_the_cores_that_the_server_may_use(tmp_path, mon
         jobs = TuningEndpoints(service, SimpleNamespace(folder=tmp_path / str(share))).jobs
         monkeypatch.setattr(jobs, "_watch", lambda: None)
         job = new_job()
-        jobs.create(job, tmp_path / "data.jsonl", None)
+        asyncio.run(jobs.create(job, tmp_path / "data.jsonl", None))
         settings = json.loads((jobs.folder(job) / "settings.json").read_text())
         assert (settings["num-threads"], settings["nice"]) == (threads, 19)
 
@@ -132,6 +135,91 @@ def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_p
         jobs.change(job, status)
     asyncio.run(jobs._look())
     assert started == [job, job]
+
+
+def test_a_killed_job_does_not_wait_for_the_memory_of_an_earlier_pause(tmp_path, monkeypatch):
+    free, started = [3 * 10**9], []
+    monkeypatch.setattr(fine_tuning, "memory_left", lambda: (free[0], 16 * 10**9))
+    killed = SimpleNamespace(pid=os.getpid(), poll=lambda: -signal.SIGKILL)
+    monkeypatch.setattr(fine_tuning.subprocess, "Popen", lambda *_, **__: started.append(1) or killed)
+    jobs, job = Jobs(tmp_path, 1, None), new_job(memory=3 * 10**9)
+    jobs.folder(job).mkdir()
+    jobs._jobs[job.id] = job
+    asyncio.run(jobs._look())
+    free[0] = 0
+    asyncio.run(jobs._look())
+    assert (job.status, len(started)) == (RUNNING, 2)
+
+
+def test_a_job_that_needs_more_memory_than_there_is_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "memory_left", lambda: (10**9, 16 * 10**9))
+    jobs, job = Jobs(tmp_path, 1, None), new_job(status=RUNNING)
+    jobs.folder(job).mkdir()
+    jobs.files(job).ended("stopped", "memory is short (0.5 of 16.0 GB left)", 17 * 10**9)
+    asyncio.run(jobs._take_result(job))
+    assert job.status == "failed"
+    assert "it needs 17.0 of 16.0 GB" in job.error
+
+
+def test_an_owner_has_so_many_open_jobs_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "MAX_OPEN", 2)
+    (tmp_path / "data.jsonl").write_bytes(lines())
+    jobs = Jobs(tmp_path / "jobs", 1, None)
+    monkeypatch.setattr(jobs, "_watch", lambda: None)
+
+    numbers, none = count(), type(None)
+
+    async def create(*owners: str) -> list[object]:
+        made = [new_job(owner=owner, number=next(numbers)) for owner in owners]
+        tasks = [jobs.create(job, tmp_path / "data.jsonl", None) for job in made]
+        return [type(result) for result in await asyncio.gather(*tasks, return_exceptions=True)]
+
+    async def ask() -> None:
+        assert await create("a", "a", "a", "b") == [none, none, QueueFull, none]
+        jobs.change(jobs.all_of("a")[0], "cancelled")
+        assert await create("a", "a") == [none, QueueFull]
+
+    asyncio.run(ask())
+    assert len(list((tmp_path / "jobs").iterdir())) == 4  # what was refused leaves nothing
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"qlora": "\ud800"}, {"recompute": ["a"] * 100_000}, {"targets": ["\ud800"]}, {"targets": ["a" * 1000]},
+        {"targets": ["a"] * 1000}, {"targets": [["a"]]}, {"alpha": 10**30}, {"beta": float("inf")}, {"n_epochs": "3"},
+        {"n_epochs": True}, {"n_epochs": [3]}, {"schedule": ["cosine"]}, {"batch_size": 1.5},
+    ],
+)  # fmt: skip
+def test_hyperparameters_have_their_types_and_are_small(wrong):
+    with pytest.raises(InvalidRequest, match=r"^hyperparameters: .* cannot work: give"):
+        endpoints._flags("supervised", wrong, 0)
+
+
+def test_hyperparameters_may_be_whole_numbers_and_names():
+    given = {"targets": "all-linear", "learning_rate": 1, "qlora": None, "n_epochs": "auto", "r": 8}
+    flags = {"target-modules": "all-linear", "learning-rate": 1, "rank": 8, "method": "dpo", "seed": 3}
+    assert endpoints._flags("dpo", given, 3) == flags
+
+
+def test_the_log_of_a_job_is_read_beside_the_event_loop(tmp_path, monkeypatch):
+    read, threads = RunLog.read, []
+    monkeypatch.setattr(RunLog, "read", lambda self: threads.append(threading.get_ident()) or read(self))
+    monkeypatch.setattr(endpoints, "owner_of", lambda _request: "")
+    (tmp_path / "data.jsonl").write_bytes(lines())
+    tuning = TuningEndpoints(SimpleNamespace(settings=ServerSettings()), SimpleNamespace(folder=tmp_path))
+    monkeypatch.setattr(tuning.jobs, "_watch", lambda: None)
+    request, job = SimpleNamespace(query_params={}), new_job()
+
+    async def ask() -> None:
+        await tuning.jobs.create(job, tmp_path / "data.jsonl", None)
+        await tuning.list_jobs(request)
+        for method in ("retrieve_job", "list_job_events", "list_job_checkpoints", "pause_job"):
+            await getattr(tuning, method)(job.id, request)
+
+    asyncio.run(ask())
+    assert len(threads) >= 5
+    assert threading.get_ident() not in threads
 
 
 def test_jobs_train_and_are_served(start, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import InvalidRequest
 from quire.server.errors import ApiError, anthropic_body, speaks_anthropic
-from quire.server.messages import MessageBuilder, chat_fields
+from quire.server.messages import MessageBuilder, chat_fields, chat_messages
 from quire.server.protocol.base import Usage
 from quire.server.protocol.messages import MessageRequest
 
@@ -119,6 +119,22 @@ def test_tools_their_uses_and_their_results_become_calls():
     assert got["parallel_tool_calls"] is False
     assert fields(tools=[ADD], tool_choice={"type": "any"})["tool_choice"] == "required"
     assert fields(tools=[ADD])["tool_choice"] == "auto"
+
+
+class Piece(str):
+    """Is joined with others, and never added to what came before: that would copy it each time."""
+
+    def __radd__(self, other: str) -> str:
+        raise AssertionError("added")
+
+    __add__ = __radd__
+
+
+def test_the_texts_of_one_turn_are_joined_once():
+    text, thought = Piece("a"), Piece("b")
+    blocks = [{"type": "text", "text": text}, {"type": "thinking", "thinking": thought}]
+    turns = chat_messages([*HI, *[{"role": "assistant", "content": blocks * 2}] * 2], None)
+    assert turns[1:] == [{"role": "assistant", "content": "aaaa", "reasoning_content": "bbbb"}]
 
 
 def test_an_answer_that_the_caller_began_is_continued():

@@ -1,5 +1,7 @@
 """The server's small parts, without a server: keys, error shapes, sampling fields, metrics."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pydantic
@@ -16,6 +18,8 @@ from quire.server.metrics import Metrics
 from quire.server.protocol.completions import ChatCompletionRequest, CompletionRequest
 from quire.server.sampling import chat_sampling, completion_sampling
 from quire.server.settings import ServerSettings
+from quire.text.template import ChatTemplate
+from tests.server.scripted import ScriptedEngine, scripted_service
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 RECOMMENDED = SamplingParams(temperature=0.3, top_p=0.9, max_tokens=256)
@@ -27,6 +31,40 @@ def chat(**fields: Any) -> SamplingParams:
 
 def complete(**fields: Any) -> SamplingParams:
     return completion_sampling(CompletionRequest(prompt="a", **fields), RECOMMENDED)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("field", ["content", "tool_calls", "chat_template_kwargs", "documents"])
+def test_a_long_conversation_is_rendered_beside_the_event_loop(field: str, monkeypatch: pytest.MonkeyPatch):
+    threads = []
+
+    def render(*_arguments: Any, **_settings: Any) -> str:
+        threads.append(threading.get_ident())
+        return "Hi"
+
+    service = scripted_service(ScriptedEngine(()))
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    async def sent(count: int) -> None:
+        prompts, variables = service.model.prompts, {}
+        message: dict[str, Any] = {"role": "assistant", "content": "a"}
+        match field:
+            case "content":
+                message["content"] = "a" * count
+            case "tool_calls":
+                message["tool_calls"] = [call] * count
+            case "chat_template_kwargs":
+                variables = {"a": {f"key {number}": {} for number in range(count)}}
+            case "documents":
+                variables = {"documents": [{"text": "a"}] * count}
+        await prompts.chat([*MESSAGES, message], variables=variables)
+
+    asyncio.run(sent(1))
+    asyncio.run(sent(10_000))
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 # Keys

@@ -108,6 +108,14 @@ def test_a_page_goes_on_where_the_last_one_ended():
     assert ids("limit=2") == (["4", "3"], True)
     assert ids("limit=2&after=1") == (["0"], False)
     assert ids("order=asc&after=2") == (["3", "4"], False)
-    for wrong in ("limit=0", "limit=101", "limit=x", "order=up", "after=9"):
+    for wrong in (
+        "limit=0",
+        "limit=101",
+        "limit=000000001999",
+        "limit=000000001" + "9" * 5000,
+        "limit=x",
+        "order=up",
+        "after=9",
+    ):
         with pytest.raises(InvalidRequest):
             ids(wrong)

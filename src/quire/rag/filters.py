@@ -15,6 +15,7 @@ Attributes = Mapping[str, Value]
 MAX_DEPTH = 8
 MAX_FILTERS = 256  # comparisons and groups of one filter
 MAX_VALUES = 1000  # of `in` and `nin`
+MAX_ALL_VALUES = 2000  # of one filter: each is compared for every distinct set of attributes
 MAX_KEY, MAX_TEXT = 64, 512  # characters
 MAX_ATTRIBUTES = 16
 _RANGES = ("gt", "gte", "lt", "lte")
@@ -73,7 +74,7 @@ def parse_filter(content: Any) -> Comparison | CompoundFilter:
 
 class _Parser:
     def __init__(self) -> None:
-        self._num_filters = 0
+        self._num_filters = self._num_values = 0
 
     def parse(self, content: Any, path: str, depth: int) -> Comparison | CompoundFilter:
         if not isinstance(content, Mapping):
@@ -87,7 +88,11 @@ class _Parser:
         if kind in _GROUPS:
             return self._group(content, kind, path, depth)
         if kind in ("eq", "ne", *_RANGES, *_LISTS):
-            return _comparison(content, kind, path)
+            comparison = _comparison(content, kind, path)
+            self._num_values += len(comparison.values)
+            if self._num_values > MAX_ALL_VALUES:
+                raise ValueError(f"{path}: a filter may have {MAX_ALL_VALUES} values in all: simplify it")
+            return comparison
         raise ValueError(f"{path}.type is {_shown(kind)}: give eq, ne, gt, gte, lt, lte, in, nin, and or or")
 
     def _group(self, content: Mapping[str, Any], kind: str, path: str, depth: int) -> CompoundFilter:

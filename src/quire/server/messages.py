@@ -260,6 +260,9 @@ def chat_messages(
         raise InvalidRequest.at(
             f"messages[{len(messages) - 1}]", "uses a tool: send its tool_result after it"
         )
+    for turn in turns:
+        if turn["role"] == "assistant":
+            turn |= {name: "".join(turn[name]) for name in ("content", "reasoning_content") if name in turn}
     return turns
 
 
@@ -286,23 +289,22 @@ def _add_user(
 def _add_assistant(
     turns: list[dict[str, Any]], blocks: list[Block], names: dict[str, str], path: str
 ) -> None:
+    """Texts are lists of pieces until all messages are read: adding each would copy what came before it."""
     if not turns or turns[-1]["role"] != "assistant":
-        turns.append({"role": "assistant", "content": ""})
+        turns.append({"role": "assistant", "content": []})
     turn = turns[-1]
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
         match block["type"]:
             case "thinking":
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + string_field(
-                    block, "thinking", where
-                )
+                turn.setdefault("reasoning_content", []).append(string_field(block, "thinking", where))
             case "redacted_thinking":
                 pass  # encrypted
             case "tool_use":
                 names[string_field(block, "id", where)] = string_field(block, "name", where)
                 turn.setdefault("tool_calls", []).append(_call(block, where))
             case _:
-                turn["content"] += _text(block, where)
+                turn["content"].append(_text(block, where))
 
 
 def _call(block: Block, path: str) -> dict[str, Any]:
@@ -400,7 +402,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     chat_choice: str | dict[str, Any]
     if kind == "tool" and isinstance(choice.get("name"), str):
         chat_choice = {"type": "function", "function": {"name": choice["name"]}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         chat_choice = _CHOICES[kind]
     else:
         raise InvalidRequest(

@@ -206,6 +206,8 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         role = string_field(message, "role", f"messages[{index}]")
         translated.append({"role": role, "content": message.get("content") or ""})
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise InvalidRequest.at(f"messages[{index}]", "has tool_calls that are no list: send a list")
             numbered = [_call(call, f"call_{index}_{number}") for number, call in enumerate(calls)]
             translated[-1]["tool_calls"] = numbered
             open_calls = [call["id"] for call in numbered]
@@ -214,8 +216,10 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return translated
 
 
-def _call(call: Mapping[str, Any], call_id: str) -> dict[str, Any]:
-    function = call.get("function") or {}
+def _call(call: Any, call_id: str) -> dict[str, Any]:
+    function = call.get("function") or {} if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest("a tool call must be an object with a function, an object too", "messages")
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {

@@ -1,7 +1,7 @@
 """Prompts: from text, messages or token ids to what the engine takes. Long ones are made in a thread."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -46,6 +46,19 @@ class TextThreads:
                 return await asyncio.to_thread(make)
         finally:
             self._num_waiting -= 1
+
+
+def is_larger(values: list[Any], limit: int) -> bool:
+    """Whether these JSON values have more than `limit` characters and entries; counts no further. Empties the list."""
+    size = 0
+    while values and size <= limit:
+        value = values.pop()
+        size += len(value) if isinstance(value, Sized) else 1
+        if isinstance(value, Mapping):
+            values += (*value, *value.values())
+        elif isinstance(value, list):
+            values += value
+    return size > limit
 
 
 def check_characters(text: Any, limit: int, param: str) -> None:
@@ -125,9 +138,8 @@ class PromptMaker:
                 rendering = Rendering(template, self._special, shown, offered, variables=more, **settings)
                 text = await self._sent.render(rendering)
             else:
-                rendered = [*(message.get("content") for message in messages), *tools]
-                size = sum(len(str(part)) for part in rendered)
-                text = render() if size < LONG else await asyncio.to_thread(render)
+                is_long = is_larger([*messages, *tools, more], LONG)
+                text = await asyncio.to_thread(render) if is_long else render()
         except RecursionError:
             raise InvalidRequest("the request nests too deeply: send flatter values", "messages") from None
         try:

@@ -1,7 +1,7 @@
 """Settings of a fine-tuning run, and what `auto` becomes for a model and its data. No torch: a server checks them."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from quire.adapters.settings import MAX_RANK
 from quire.core.config import one_of, setting
@@ -19,6 +19,7 @@ RATES = (5e-4, 2e-4)
 GOAL_STEPS = 150  # what automatic epochs aim at
 CPU_TOKENS, GPU_TOKENS = 2048, 8192  # of a packed batch
 MAX_EPOCHS = 50
+MAX_TARGETS, MAX_NAME = 256, 256  # names of layers, characters of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,12 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
-        counts = (
-            "epochs",
-            "batch_size",
-            "batch_tokens",
-            "max_length",
-            "checkpoint_steps",
-            "keep_checkpoints",
-        )
-        for name in counts:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
+            if value is not None and not _fits(value, kinds):
+                raise ConfigError(f"{field.name}={str(value)[:80]!r} cannot work: give {kinds[0].__name__}")
+        counts = ("epochs", "batch_size", "batch_tokens", "max_length")
+        for name in (*counts, "checkpoint_steps", "keep_checkpoints"):
             _check(name, getattr(self, name), lambda value: value >= 1, "1 or more")
         _check("epochs", self.epochs, lambda value: value <= MAX_EPOCHS, f"at most {MAX_EPOCHS}")
         _check("rank", self.rank, lambda value: 1 <= value <= MAX_RANK, f"1 to {MAX_RANK}")
@@ -123,6 +121,15 @@ class TrainSettings:
             batch_tokens=self.batch_tokens or (GPU_TOKENS if on_gpu else CPU_TOKENS),
             checkpoint_steps=self.checkpoint_steps or max(1, -(-steps * epochs // 10)),
         )
+
+
+def _fits(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether it has one of these types, and is small: a request's values are kept with its job."""
+    if isinstance(value, tuple):
+        return ... in kinds and len(value) <= MAX_TARGETS and all(_fits(one, kinds) for one in value)
+    if isinstance(value, str):
+        return str in kinds and len(value) <= MAX_NAME and value.isprintable()
+    return (type(value) in kinds or (type(value) is int and float in kinds)) and abs(value) < 2**63
 
 
 def _check(name: str, value: Any, is_good: Any, what: str) -> None:

@@ -103,15 +103,15 @@ class TuningEndpoints:
         validation = None
         if body.validation_file is not None:
             validation = await self._path_of(owner, body.validation_file, "validation_file")
-        self.jobs.create(job, training, validation)
-        return JsonReply(self._shown(job))
+        await self.jobs.create(job, training, validation)
+        return await self._reply(job)
 
     async def list_jobs(self, request: Request) -> Response:
         jobs, more = _page(self.jobs.all_of(owner_of(request)), request, lambda job: job.id)
-        return _list([self._shown(job) for job in jobs], more)
+        return _list(await asyncio.to_thread(lambda: [self._shown(job) for job in jobs]), more)
 
     async def retrieve_job(self, job_id: str, request: Request) -> Response:
-        return JsonReply(self._shown(self._job(job_id, request)))
+        return await self._reply(self._job(job_id, request))
 
     async def _change(self, action: str, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
@@ -125,7 +125,7 @@ class TuningEndpoints:
                 f"the job {job.id} is {job.status}: only {' or '.join(allowed)} jobs take {action}"
             )
         self.jobs.change(job, wanted)
-        return JsonReply(self._shown(job))
+        return await self._reply(job)
 
     cancel_job = partialmethod(_change, "cancel")
     pause_job = partialmethod(_change, "pause")
@@ -135,13 +135,19 @@ class TuningEndpoints:
         job = self._job(job_id, request)
         if request.query_params.get("stream") == "true":
             return StreamingResponse(self._stream(job), media_type="text/event-stream")
-        return _list(*_page(self._events(job)[::-1], request, lambda event: event["id"]))
+        events = await asyncio.to_thread(self._events, job)
+        return _list(*_page(events[::-1], request, lambda event: event["id"]))
 
     async def list_job_checkpoints(self, job_id: str, request: Request) -> Response:
         job = self._job(job_id, request)
-        return _list(*_page(self._checkpoints(job)[::-1], request, lambda one: one["id"]))
+        checkpoints = await asyncio.to_thread(self._checkpoints, job)
+        return _list(*_page(checkpoints[::-1], request, lambda one: one["id"]))
 
     # ------------------------------------------------------------------ inside
+
+    async def _reply(self, job: Job) -> Response:
+        """Made in a thread, as are lists: a job's log has a line for each of its steps."""
+        return JsonReply(await asyncio.to_thread(self._shown, job))
 
     def _job(self, job_id: str, request: Request) -> Job:
         job = self.jobs.get(owner_of(request), job_id)

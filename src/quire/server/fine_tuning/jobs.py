@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import QuireError
+from quire.core.errors import QueueFull, QuireError
 from quire.observe.host import memory_left, process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
@@ -29,6 +29,7 @@ SUCCEEDED, CANCELLED = "succeeded", "cancelled"
 ENDED = (SUCCEEDED, FAILED, CANCELLED)
 POLL_SECONDS = 0.25
 KILL_SECONDS = 30.0  # for a process to write its checkpoint
+MAX_OPEN = 100  # jobs of one owner that have not ended
 MAX_STARTS = 3  # in a row without a new step
 LOWEST_PRIORITY = 19
 Register = Callable[[str, Path], Awaitable[None]]  # (an adapter's name, its folder)
@@ -77,11 +78,22 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._creating = asyncio.Lock()
 
     # ------------------------------------------------------------------ requests
 
-    def create(self, job: Job, training: Path, validation: Path | None) -> None:
-        """Takes the job; the files are linked into its folder, so that they may be deleted."""
+    async def create(self, job: Job, training: Path, validation: Path | None) -> None:
+        """Takes the job; QueueFull if its owner has too many. Files are linked, so that they may be deleted."""
+        async with self._creating:
+            if sum(other.status not in ENDED for other in self.all_of(job.owner)) >= MAX_OPEN:
+                raise QueueFull(
+                    f"{MAX_OPEN} fine-tuning jobs wait or run: cancel some, or wait until one ends"
+                )
+            await asyncio.to_thread(self._write, job, training, validation)
+            self._jobs[job.id] = job
+        self._watch()
+
+    def _write(self, job: Job, training: Path, validation: Path | None) -> None:
         folder = self.folder(job)
         folder.mkdir(parents=True)
         for name, path in (("training.jsonl", training), ("validation.jsonl", validation)):
@@ -91,10 +103,8 @@ class Jobs:
         if validation is not None:
             flags["validation"] = str(folder / "validation.jsonl")
         write_json(folder / "settings.json", flags)
-        self._jobs[job.id] = job
         self._save(job)
         self._say(job, f"Created fine-tuning job: {job.id}")
-        self._watch()
 
     def get(self, owner: str, job_id: str) -> Job | None:
         job = self._jobs.get(job_id)
@@ -188,7 +198,7 @@ class Jobs:
     def _start(self, job: Job) -> None:
         folder = self.folder(job)
         self.files(job).begun()
-        job.num_starts += 1
+        job.num_starts, job.memory = job.num_starts + 1, 0
         command = [sys.executable, "-m", "quire", "finetune", str(folder / "training.jsonl")]
         command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
         if job.base is not None:
@@ -231,6 +241,9 @@ class Jobs:
             self._say(job, "The job has successfully completed")
         elif status == FAILED and result is not None:
             self._fail(job, str(result["error"]))
+        elif result is not None and result.get("memory", 0) > (total := memory_left()[1]):
+            needed = f"it needs {result['memory'] / 1e9:.1f} of {total / 1e9:.1f} GB"
+            self._fail(job, f"{result['error']}, and {needed}: use a smaller base, or qlora")
         elif result is not None and result.get("memory"):
             job.status, job.num_starts, job.memory = QUEUED, 0, result["memory"]
             needed = f"{job.memory / 1e9:.1f} GB are free"

@@ -251,13 +251,10 @@ def _read(item: Any, path: str, find: FindItem | None) -> Item:
                 "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{path}.content"),
             }
         case "file_search_call":  # what was found is left out: a later turn searches again
-            queries = [query for query in item.get("queries") or () if isinstance(query, str)]
-            return {
-                "id": _id(item, "fs"),
-                "type": "file_search_call",
-                "queries": queries,
-                "status": "completed",
-            }
+            given = item.get("queries")
+            queries = [query for query in given if isinstance(query, str)] if isinstance(given, list) else []
+            call_id = _id(item, "fs")
+            return {"id": call_id, "type": "file_search_call", "queries": queries, "status": "completed"}
         case "item_reference" if find is not None:
             return find(string_field(item, "id", path), path)
         case "item_reference":

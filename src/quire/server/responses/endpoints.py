@@ -74,7 +74,8 @@ def responses_router(service: Service) -> APIRouter:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
         warn_without_effect(request, body, RESPONSE_WITHOUT_EFFECT)
         read = read_conversation(store, request, body, background)
-        num_bytes = check_encodable(read.items, body.tools, body.tool_choice, body.text and body.text.format)
+        nested = [vars(fields) for fields in (body.text, body.reasoning) if fields is not None]
+        num_bytes = check_encodable(read.items, body.tools, body.tool_choice, body.instructions, nested)
         keep = body.store is not False and store.max_objects > 0
         receive = request.receive
         if body.background:
