@@ -102,7 +102,7 @@ def test_a_job_gets_its_share_of_the_cores_that_the_server_may_use(tmp_path, mon
 
 def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
     jobs = Jobs(tmp_path, 1, None)
-    job = new_job(num_starts=MAX_STARTS)
+    job = new_job(status=RUNNING, num_starts=MAX_STARTS)
     jobs.folder(job).mkdir()
     (jobs.folder(job) / "log.txt").write_text("data      4 examples\nMemoryError\n\n")
     asyncio.run(jobs._take_result(job))
@@ -220,6 +220,95 @@ def test_the_log_of_a_job_is_read_beside_the_event_loop(tmp_path, monkeypatch):
     asyncio.run(ask())
     assert len(threads) >= 5
     assert threading.get_ident() not in threads
+
+
+def trained(tmp_path: Path, register, **changes: object) -> tuple[Jobs, Job]:
+    """A job whose process has ended with an adapter."""
+    jobs, job = Jobs(tmp_path, 1, register), new_job(pid=2**30, pid_started="1", **changes)
+    jobs.folder(job).mkdir()
+    jobs._jobs[job.id] = job
+    jobs.files(job).ended("finished")
+    return jobs, job
+
+
+def test_an_adapter_is_registered_when_an_engine_that_is_down_is_back(tmp_path, monkeypatch):
+    states = ["down", "down", "ready"]
+    loaded = []
+
+    class Client:
+        status = "the engine is being restarted"
+        is_ready = property(lambda self: states.pop(0) == "ready")
+
+        async def load_adapter(self, name, path):
+            loaded.append(name)
+
+    lora = SimpleNamespace(adapters=SimpleNamespace(lora_dir=str(tmp_path / "adapters")))
+    service = SimpleNamespace(settings=ServerSettings(), client=Client(), models=SimpleNamespace(config=lora))
+    (tmp_path / "fine_tuning").mkdir()
+    register = TuningEndpoints(service, SimpleNamespace(folder=tmp_path))._register
+    jobs, job = trained(tmp_path / "fine_tuning", register, status=RUNNING)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (jobs.adapter_folder(job) / name).write_text("{}")
+    monkeypatch.setattr(jobs, "_start", lambda _: pytest.fail("a finished job is not started again"))
+    asyncio.run(jobs._look())
+    assert (job.status, loaded) == (RUNNING, [])
+    asyncio.run(jobs._look())
+    assert (job.status, loaded) == ("succeeded", [job.adapter])
+    assert (tmp_path / "adapters" / job.adapter / "adapter_model.safetensors").exists()
+
+
+def test_a_fault_of_one_job_does_not_end_the_watcher_and_is_logged_once(tmp_path, monkeypatch, caplog):
+    faults = [ZeroDivisionError("by zero")] * 3
+
+    async def register(name: str, folder: Path) -> None:
+        if faults:
+            raise faults.pop()
+
+    jobs, job = trained(tmp_path, register, status=RUNNING)
+    monkeypatch.setattr(fine_tuning, "POLL_SECONDS", 0)
+    asyncio.run(jobs._watching())
+    assert job.status == "succeeded"
+    assert len(caplog.records) == 1
+    assert "cannot go on (by zero), and is tried again" in caplog.text
+
+
+def test_a_job_that_cannot_be_started_for_want_of_disk_has_not_started(tmp_path, monkeypatch, caplog):
+    jobs, job = Jobs(tmp_path, 1, None), new_job()
+    jobs._jobs[job.id] = job
+    jobs.folder(job).mkdir()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fine_tuning.subprocess, "Popen", full)
+    for _ in range(5):
+        assert asyncio.run(jobs._look())
+    assert (job.status, job.num_starts) == (QUEUED, 0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("status", ["paused", QUEUED])
+def test_a_job_that_is_paused_during_its_last_step_succeeds(status, tmp_path):
+    """SIGTERM came too late; QUEUED: the job is resumed before its process has ended."""
+    registered = []
+
+    async def register(name: str, folder: Path) -> None:
+        registered.append(name)
+
+    jobs, job = trained(tmp_path, register, status=status)
+    asyncio.run(jobs._look())
+    assert (job.status, registered, job.pid) == ("succeeded", [job.adapter], None)
+
+
+def test_a_job_that_is_cancelled_while_it_is_registered_stays_cancelled(tmp_path, monkeypatch):
+    async def register(name: str, folder: Path) -> None:
+        jobs.change(job, "cancelled")
+
+    jobs, job = trained(tmp_path, register, status=RUNNING)
+    monkeypatch.setattr(jobs, "_watch", lambda: None)
+    asyncio.run(jobs._look())
+    assert job.status == "cancelled"
+    assert [event["message"] for event in jobs.events(job)] == ["Cancelled job: ftjob-1"]
 
 
 def test_jobs_train_and_are_served(start, tmp_path):

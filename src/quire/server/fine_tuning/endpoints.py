@@ -14,10 +14,9 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.core.config import ADAPTER_CONFIG_FILE
-from quire.core.errors import ConfigError, InvalidRequest, NotFound
+from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound
 from quire.observe.host import default_num_threads
 from quire.server.fine_tuning.jobs import CANCELLED, ENDED, PAUSED, QUEUED, RUNNING, Job, Jobs
-from quire.server.operations import engine_call
 from quire.server.protocol.fine_tuning import (
     FineTuningJobObject,
     JobCheckpoint,
@@ -62,13 +61,17 @@ class TuningEndpoints:
         self.jobs = Jobs(retrieval.folder / "fine_tuning", threads, self._register)
 
     async def _register(self, name: str, folder: Path) -> None:
-        """Copies a finished adapter to the folder of adapters, where servers find it by its name from now on."""
-        served = self._service.models.config.adapters.lora_dir
+        """Copies a finished adapter to the folder of adapters, where servers find it by its name from now on.
+
+        EngineDead: not now.
+        """
+        client, served = self._service.client, self._service.models.config.adapters.lora_dir
+        if not client.is_ready:  # before a copy, as jobs ask again and again
+            raise EngineDead(client.status)
         assert served is not None
         target = Path(served) / name
         await asyncio.to_thread(_publish, folder, target)
-        with engine_call():
-            await self._service.client.load_adapter(name, str(target.resolve()))
+        await client.load_adapter(name, str(target.resolve()))
 
     # ------------------------------------------------------------------ requests
 

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import QueueFull, QuireError
+from quire.core.errors import EngineDead, QueueFull, QuireError
 from quire.observe.host import memory_left, process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
@@ -77,6 +77,7 @@ class Jobs:
         self._register = register
         self._jobs: dict[str, Job] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._faults: dict[str, str] = {}  # of jobs that cannot go on now, by their ids
         self._watcher: asyncio.Task[None] | None = None
         self._creating = asyncio.Lock()
 
@@ -172,15 +173,23 @@ class Jobs:
 
     async def _watching(self) -> None:
         """Until no job runs, waits or has to end."""
-        while await self._watched():
+        while await self._look():
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _watched(self) -> bool:
+    @contextmanager
+    def _kept_going(self, job: Job) -> Iterator[None]:
+        """A fault of one job is logged once, and the job tried again; others are followed meanwhile."""
         try:
-            return await self._look()
-        except OSError as error:  # a full disk: jobs wait for room
-            log.warning("job       the folder of jobs cannot be written (%s): free some space", error)
-            return True
+            yield
+        except Exception as error:
+            if self._faults.get(job.id) != str(error):
+                self._faults[job.id] = str(error)
+                text = (
+                    "job       %s cannot go on (%s), and is tried again: free some space if the disk is full"
+                )
+                log.warning(text, job.id, error, exc_info=not isinstance(error, OSError))
+        else:
+            self._faults.pop(job.id, None)
 
     async def _look(self) -> bool:
         """Follows processes and starts the next one; False where nothing is left to do."""
@@ -188,17 +197,23 @@ class Jobs:
         active = [job for job in jobs if job.pid is not None or job.status in (QUEUED, RUNNING)]
         for job in active:
             if job.pid is not None:
-                await self._follow(job)
+                with self._kept_going(job):
+                    await self._follow(job)
         waiting = [job for job in active if job.pid is None and job.status in (RUNNING, QUEUED)]
         waiting = [job for job in waiting if job.memory == 0 or memory_left()[0] >= job.memory]
         if waiting and not any(job.pid is not None for job in jobs):
-            self._start(min(waiting, key=lambda job: (job.status != RUNNING, job.created_at)))
+            job = min(waiting, key=lambda job: (job.status != RUNNING, job.created_at))
+            with self._kept_going(job):
+                result = self.files(job).result()
+                if result is not None and result["status"] == FINISHED:  # and could not be registered
+                    await self._publish(job)
+                else:
+                    self._start(job)
         return bool(active)
 
     def _start(self, job: Job) -> None:
         folder = self.folder(job)
         self.files(job).begun()
-        job.num_starts, job.memory = job.num_starts + 1, 0
         command = [sys.executable, "-m", "quire", "finetune", str(folder / "training.jsonl")]
         command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
         if job.base is not None:
@@ -208,6 +223,7 @@ class Jobs:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         self._children[job.id] = process
+        job.num_starts, job.memory = job.num_starts + 1, 0
         job.pid, job.pid_started = process.pid, process_birth(process.pid) or ""
         if job.status != RUNNING:
             job.status = RUNNING
@@ -222,25 +238,20 @@ class Jobs:
                 self._end(job)
             return
         self._children.pop(job.id, None)
-        job.pid, job.ended_at = None, 0.0
-        if job.status == RUNNING:
+        if job.status != CANCELLED:
             await self._take_result(job)
+        job.pid, job.ended_at = None, 0.0
         self._save(job)
 
     async def _take_result(self, job: Job) -> None:
         result = self.files(job).result()
         status = None if result is None else result["status"]
         if status == FINISHED:
-            try:
-                await self._register(job.adapter, self.adapter_folder(job))
-            except (QuireError, OSError) as error:
-                self._fail(job, f"the adapter is trained, and cannot be served: {error}")
-                return
-            job.status, job.finished_at = SUCCEEDED, int(time.time())
-            self._say(job, f"New fine-tuned model created: {job.adapter}")
-            self._say(job, "The job has successfully completed")
+            await self._publish(job)
         elif status == FAILED and result is not None:
             self._fail(job, str(result["error"]))
+        elif job.status != RUNNING:
+            return
         elif result is not None and result.get("memory", 0) > (total := memory_left()[1]):
             needed = f"it needs {result['memory'] / 1e9:.1f} of {total / 1e9:.1f} GB"
             self._fail(job, f"{result['error']}, and {needed}: use a smaller base, or qlora")
@@ -260,6 +271,25 @@ class Jobs:
                 )
             else:
                 self._say(job, "The training process ended unexpectedly: it goes on from the last checkpoint")
+
+    async def _publish(self, job: Job) -> None:
+        """Registers the adapter of a run that has finished; while the engine is down the job stays as it is."""
+        error = None
+        try:
+            await self._register(job.adapter, self.adapter_folder(job))
+        except EngineDead:
+            return
+        except (QuireError, OSError) as fault:
+            error = fault
+        if job.status == CANCELLED:  # meanwhile
+            return
+        if error is not None:
+            self._fail(job, f"the adapter is trained, and cannot be served: {error}")
+        else:
+            job.status, job.finished_at = SUCCEEDED, int(time.time())
+            self._say(job, f"New fine-tuned model created: {job.adapter}")
+            self._say(job, "The job has successfully completed")
+        self._save(job)
 
     def _last_line(self, job: Job) -> str:
         with suppress(OSError):
