@@ -183,6 +183,19 @@ def test_a_full_disk_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, m
     assert kept == ["step-000004"]
 
 
+def test_a_full_disk_at_the_log_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, monkeypatch):
+    own = RunLog.add
+
+    def full(self, event):
+        if event.get("step", 0) > 5:
+            raise OSError(28, "No space left on device")
+        own(self, event)
+
+    monkeypatch.setattr(RunLog, "add", full)
+    with pytest.raises(TrainingError, match=r"the log cannot be written .*No space left.*step-000004$"):
+        finetune(job(tiny, data, tmp_path / "mine"))
+
+
 def test_a_full_disk_at_the_adapter_leaves_no_half_of_it(tiny, data, finished, tmp_path, monkeypatch):
     own = training.save_file
 

@@ -89,19 +89,14 @@ class Trainer:
                 return STOPPED
             report = self._one_step()
             if self.shards.rank == 0:
-                self.log.add({"type": "metrics", "created_at": int(time.time()), **asdict(report)})
+                self._log({"type": "metrics", **asdict(report)})
             on_step(report)
             if self.step % every == 0 or self.step == self.num_steps:
                 self._save()
         self.shards.gather()
         if self.shards.rank == 0:
-            try:
+            with self.checkpoints.writing("the adapter", self.folder):
                 save_adapter(self.folder, self.model.parameters.tensors(), self._config)
-            except Exception as error:  # safetensors has errors of its own for a full disk
-                raise TrainingError(
-                    f"the adapter cannot be written to {self.folder} ({error}): free some space and run again; "
-                    f"{self.checkpoints.last_good()}"
-                ) from error
         self.shards.barrier()
         return FINISHED
 
@@ -203,8 +198,9 @@ class Trainer:
         optimizer = {name: part.cpu().contiguous() for name, part in self.optimizer.state().items()}
         parts = self.checkpoints.folder / f"{OPTIMIZER}-{rank}.safetensors"  # collected by rank 0
         if rank:
-            parts.parent.mkdir(parents=True, exist_ok=True)
-            save_file(optimizer, parts)
+            with self.checkpoints.writing("the optimizer's states", parts):
+                parts.parent.mkdir(parents=True, exist_ok=True)
+                save_file(optimizer, parts)
         self.shards.barrier()
 
         def write(beside: Path) -> None:
@@ -217,7 +213,7 @@ class Trainer:
         if rank == 0 and not (folder / WEIGHTS).exists():
             state = {"step": self.step, "identity": self._identity, "world": self.shards.world}
             self.checkpoints.save(self.step, write, state)
-            self.log.add({"type": "checkpoint", "created_at": int(time.time()), "step": self.step})
+            self._log({"type": "checkpoint", "step": self.step})
         self.shards.barrier()
         self.shards.release()
 
@@ -240,7 +236,12 @@ class Trainer:
             self.step = state["step"]
             self.optimizer.load(states, self.step)
         if self.shards.rank == 0:
-            self.log.rewind(self.step)
+            with self.checkpoints.writing("the log", self.files.folder):
+                self.log.rewind(self.step)
+
+    def _log(self, event: Mapping[str, Any]) -> None:
+        with self.checkpoints.writing("the log", self.files.folder):
+            self.log.add({"created_at": int(time.time()), **event})
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
