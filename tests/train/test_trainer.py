@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, TrainingError
+from quire.train import finetune as training_jobs
 from quire.train import trainer as training
 from quire.train.finetune import FinetuneJob, finetune, prepare
 from quire.train.run_files import Checkpoints, RunFiles, RunLog
@@ -263,6 +264,25 @@ def test_settings_that_cannot_work_are_refused():
 def test_a_gpu_that_is_not_there_is_refused_with_what_to_give(tiny, data, tmp_path):
     with pytest.raises(ConfigError, match="device='cuda' was asked for, but PyTorch sees no GPU here"):
         finetune(replace(job(tiny, data, tmp_path / "out"), device="cuda"))
+
+
+@pytest.mark.parametrize(("given", "changes"), [("cuda:1", {}), ("cuda", {"rank": 1, "world": 2})])
+def test_kernels_are_launched_on_the_gpu_of_the_run(given, changes, tiny, data, tmp_path, monkeypatch):
+    class Done(Exception):
+        pass
+
+    def done(*_):
+        raise Done
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(training_jobs, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(training_jobs, "prepare", done)
+    with pytest.raises(Done):
+        finetune(replace(job(tiny, data, tmp_path / "out"), device=given, **changes))
+    assert chosen == [torch.device("cuda:1")]
 
 
 def test_more_ranks_than_gpus_are_refused(tiny, data, tmp_path, monkeypatch):

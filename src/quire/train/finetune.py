@@ -68,6 +68,8 @@ def finetune(
 ) -> str:
     """FINISHED or STOPPED, as Trainer.run. All data is checked before the weights are loaded."""
     device = _device(job)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # where Triton and NVRTC launch
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     if device.type == "cpu":
