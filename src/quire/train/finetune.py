@@ -178,6 +178,8 @@ def prepare(
         model, settings, items, held_out, job.output, adapter, job.zero_stage, job.rank, job.world
     )
     library = trainer.optimizer.library
+    if trainer.optimizer.why_own:
+        on_line(f"optimizer {trainer.optimizer.why_own}")
     on_line(
         f"steps     {trainer.num_steps}: {settings.epochs} epochs, {settings.batch_size} examples a step, learning "
         f"rate {settings.learning_rate:g} ({settings.schedule}), {settings.optimizer}{library and f' of {library}'}"

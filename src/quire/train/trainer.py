@@ -68,7 +68,6 @@ class Trainer:
         self.shards = StateShards(model.parameters, zero_stage, rank, world)
         count = self.shards.last - self.shards.first
         bits = BITS[settings.optimizer]
-        self.optimizer = adamw(count, model.device, bits, settings.weight_decay, settings.paged)
         assert settings.batch_size is not None and settings.epochs is not None  # noqa: PT018
         self._per_epoch = -(-len(items) // settings.batch_size)
         self.num_steps = self._per_epoch * settings.epochs
@@ -76,6 +75,9 @@ class Trainer:
         self.files = RunFiles(folder, settings.keep_checkpoints)
         self.checkpoints, self.log = self.files.checkpoints, self.files.log
         self._identity = _identity(settings, items, adapter_config)
+        newest = self.checkpoints.newest()
+        own = newest is not None and newest[1].get("library") == ""  # goes on with its own states
+        self.optimizer = adamw(count, model.device, bits, settings.weight_decay, settings.paged, own)
 
     # ------------------------------------------------------------------ the loop
 
@@ -212,6 +214,7 @@ class Trainer:
 
         if rank == 0 and not (folder / WEIGHTS).exists():
             state = {"step": self.step, "identity": self._identity, "world": self.shards.world}
+            state["library"] = self.optimizer.library
             self.checkpoints.save(self.step, write, state)
             self._log({"type": "checkpoint", "step": self.step})
         self.shards.barrier()
