@@ -21,6 +21,7 @@ from quire.server.fine_tuning import endpoints
 from quire.server.fine_tuning import jobs as fine_tuning
 from quire.server.fine_tuning.endpoints import TuningEndpoints
 from quire.server.fine_tuning.jobs import MAX_STARTS, QUEUED, RUNNING, Job, Jobs
+from quire.server.protocol.fine_tuning import NewFineTuningJob
 from quire.server.settings import ServerSettings
 from quire.train.run_files import RunLog
 from tests.server.running import PATIENCE, RunningServer
@@ -285,6 +286,62 @@ def test_a_job_that_cannot_be_started_for_want_of_disk_has_not_started(tmp_path,
         assert asyncio.run(jobs._look())
     assert (job.status, job.num_starts) == (QUEUED, 0)
     assert len(caplog.records) == 1
+
+
+def test_a_job_does_not_take_the_flags_of_the_servers_environment(tmp_path, monkeypatch):
+    given = {"QUIRE_NUM_THREADS": "8", "QUIRE_API_KEY": "secret", "QUIRE_CACHE": "/cache", "HF_HOME": "/hub"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    started = []
+
+    def popen(*_: object, env: dict[str, str], **__: object) -> SimpleNamespace:
+        started.append({name: env.get(name) for name in given})
+        return SimpleNamespace(pid=os.getpid())
+
+    monkeypatch.setattr(fine_tuning.subprocess, "Popen", popen)
+    jobs, job = Jobs(tmp_path, 1, None), new_job()
+    jobs.folder(job).mkdir()
+    jobs._start(job)
+    assert started == [
+        {"QUIRE_NUM_THREADS": None, "QUIRE_API_KEY": None, "QUIRE_CACHE": "/cache", "HF_HOME": "/hub"}
+    ]
+
+
+def test_what_could_not_be_served_is_refused_before_it_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoints, "owner_of", lambda request: request.owner)
+    adapters = SimpleNamespace(lora_dir=str(tmp_path), max_lora_rank=8)
+    config = SimpleNamespace(adapters=adapters, model=SimpleNamespace(model=None))
+    service = SimpleNamespace(
+        settings=ServerSettings(), models=SimpleNamespace(config=config), adapter_named=lambda _: None,
+        model_named=lambda _: SimpleNamespace(names=(BASE,)),
+    )  # fmt: skip
+    (tmp_path / "data.jsonl").write_bytes(lines())
+    tuning = TuningEndpoints(service, SimpleNamespace(folder=tmp_path))
+    monkeypatch.setattr(tuning.jobs, "_watch", lambda: None)
+
+    async def path_of(*_: str) -> Path:
+        return tmp_path / "data.jsonl"
+
+    monkeypatch.setattr(tuning, "_path_of", path_of)
+
+    def create(owner: str, rank: int | None) -> None:
+        body = NewFineTuningJob(
+            model=BASE, training_file="file-1", suffix="mine", hyperparameters=rank and {"lora_rank": rank}
+        )
+        asyncio.run(tuning.create_job(body, SimpleNamespace(owner=owner)))
+
+    for rank, shown in ((9, 9), (None, 16)):
+        with pytest.raises(
+            InvalidRequest, match=f"rank={shown} cannot be served: give at most 8, or raise --max"
+        ):
+            create("a", rank)
+    create("a", 8)
+    create("a", 8)
+    with pytest.raises(InvalidRequest, match="the name ft:tiny:mine is taken: choose another suffix"):
+        create("b", 8)
+    for job in tuning.jobs.all_of("a"):
+        tuning.jobs.change(job, "cancelled")
+    create("b", 8)
 
 
 @pytest.mark.parametrize("status", ["paused", QUEUED])

@@ -87,6 +87,12 @@ class TuningEndpoints:
             raise InvalidRequest(f"{body.model} is an adapter: fine-tune {model.names[0]}", "model")
         method, given = _method(body)
         flags = _flags(method, given, body.seed or 0)
+        rank, highest = flags.get("rank", TrainSettings().rank), service.models.config.adapters.max_lora_rank
+        if highest is not None and rank > highest:
+            raise InvalidRequest(
+                f"hyperparameters: rank={rank} cannot be served: give at most {highest}, or raise --max-lora-rank",
+                "hyperparameters",
+            )
         job = Job(
             id=f"ftjob-{uuid.uuid4().hex[:24]}",
             owner=owner,

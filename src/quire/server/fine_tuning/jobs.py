@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import EngineDead, QueueFull, QuireError
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.observe.host import memory_left, process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
@@ -32,6 +32,10 @@ KILL_SECONDS = 30.0  # for a process to write its checkpoint
 MAX_OPEN = 100  # jobs of one owner that have not ended
 MAX_STARTS = 3  # in a row without a new step
 LOWEST_PRIORITY = 19
+# of the server's QUIRE_ variables: others are flags of its own, and would change those of a job
+PASSED_ON = (
+    "QUIRE_CACHE", "QUIRE_KERNELS", "QUIRE_ISA", "QUIRE_BUILTIN_WHEEL", "QUIRE_LOG_LEVEL", "QUIRE_LOG_FORMAT",
+)  # fmt: skip
 Register = Callable[[str, Path], Awaitable[None]]  # (an adapter's name, its folder)
 
 
@@ -86,6 +90,7 @@ class Jobs:
     async def create(self, job: Job, training: Path, validation: Path | None) -> None:
         """Takes the job; QueueFull if its owner has too many. Files are linked, so that they may be deleted."""
         async with self._creating:
+            self.refuse_if_taken(job)
             if sum(other.status not in ENDED for other in self.all_of(job.owner)) >= MAX_OPEN:
                 raise QueueFull(
                     f"{MAX_OPEN} fine-tuning jobs wait or run: cancel some, or wait until one ends"
@@ -116,6 +121,13 @@ class Jobs:
         return sorted(
             (job for job in self._jobs.values() if job.owner == owner), key=lambda job: -job.created_at
         )
+
+    def refuse_if_taken(self, job: Job) -> None:
+        """InvalidRequest where another owner's adapter has or will have the job's name."""
+        for other in self._jobs.values():
+            is_other = other.owner != job.owner and other.status not in (FAILED, CANCELLED)
+            if is_other and other.adapter == job.adapter:
+                raise InvalidRequest(f"the name {job.adapter} is taken: choose another suffix", "suffix")
 
     def change(self, job: Job, status: str) -> None:
         """Cancels, pauses or resumes a job that has not ended."""
@@ -218,9 +230,19 @@ class Jobs:
         command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
         if job.base is not None:
             command += ["--model", job.base]
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name in PASSED_ON or not name.startswith("QUIRE_")
+        }
         with (folder / "log.txt").open("ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=variables,
             )
         self._children[job.id] = process
         job.num_starts, job.memory = job.num_starts + 1, 0
