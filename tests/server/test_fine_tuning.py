@@ -344,6 +344,26 @@ def test_what_could_not_be_served_is_refused_before_it_is_trained(tmp_path, monk
     create("b", 8)
 
 
+def test_a_failed_job_with_a_checkpoint_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoints, "owner_of", lambda _request: "")
+    service = SimpleNamespace(settings=ServerSettings())
+    tuning = TuningEndpoints(service, SimpleNamespace(folder=tmp_path))
+    jobs, job = tuning.jobs, new_job(status="failed", error="the disk is full", finished_at=1)
+    jobs.folder(job).mkdir(parents=True)
+    jobs._jobs[job.id] = job
+    started = []
+    monkeypatch.setattr(jobs, "_watch", lambda: None)
+    monkeypatch.setattr(jobs, "_start", started.append)
+    with pytest.raises(InvalidRequest, match="failed without a checkpoint: create it again"):
+        asyncio.run(tuning.resume_job(job.id, None))
+    jobs.files(job).checkpoints.save(3, lambda _: None, {})
+    jobs.files(job).ended("failed", "the disk is full")
+    shown = json.loads(asyncio.run(tuning.resume_job(job.id, None)).body)
+    assert (shown["status"], shown["error"], shown["finished_at"]) == (QUEUED, None, None)
+    asyncio.run(jobs._look())
+    assert started == [job]
+
+
 @pytest.mark.parametrize("status", ["paused", QUEUED])
 def test_a_job_that_is_paused_during_its_last_step_succeeds(status, tmp_path):
     """SIGTERM came too late; QUEUED: the job is resumed before its process has ended."""

@@ -28,7 +28,7 @@ from quire.server.retrieval.file_endpoints import owner_of
 from quire.server.retrieval.retrieval import Retrieval
 from quire.server.service import Service
 from quire.server.stored import page_limit
-from quire.train.settings import AUTO, METHODS, SUPERVISED, TrainSettings
+from quire.train.settings import AUTO, FAILED, METHODS, SUPERVISED, TrainSettings
 
 T = TypeVar("T")
 # OpenAI's and PEFT's names of settings; others go by their own
@@ -127,8 +127,12 @@ class TuningEndpoints:
         wanted, allowed = {
             "cancel": (CANCELLED, (QUEUED, RUNNING, PAUSED)),
             "pause": (PAUSED, (QUEUED, RUNNING)),
-            "resume": (QUEUED, (PAUSED,)),
+            "resume": (QUEUED, (PAUSED, FAILED)),
         }[action]
+        if job.status == FAILED and wanted == QUEUED:
+            self.jobs.refuse_if_taken(job)
+            if not self.jobs.files(job).checkpoints.steps():
+                raise InvalidRequest(f"the job {job.id} failed without a checkpoint: create it again")
         if job.status not in allowed:
             raise InvalidRequest(
                 f"the job {job.id} is {job.status}: only {' or '.join(allowed)} jobs take {action}"

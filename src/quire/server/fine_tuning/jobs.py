@@ -130,10 +130,9 @@ class Jobs:
                 raise InvalidRequest(f"the name {job.adapter} is taken: choose another suffix", "suffix")
 
     def change(self, job: Job, status: str) -> None:
-        """Cancels, pauses or resumes a job that has not ended."""
-        job.status = status
-        if status == CANCELLED:
-            job.finished_at = int(time.time())
+        """Cancels or pauses a job that has not ended, or resumes one, also one that failed."""
+        job.status, job.error = status, None
+        job.finished_at = int(time.time()) if status == CANCELLED else None
         done = {QUEUED: "Resumed", PAUSED: "Paused", CANCELLED: "Cancelled"}[status]
         self._say(job, f"{done} job: {job.id}")
         job.num_starts = job.memory = 0
