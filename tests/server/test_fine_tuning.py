@@ -132,7 +132,7 @@ def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_p
     asyncio.run(jobs._look())
     assert started == [job]
     free[0] = 0
-    for status in ("paused", QUEUED):  # whoever resumes it does not want to wait
+    for status in ("paused", QUEUED):  # a resumed job does not wait
         jobs.change(job, status)
     asyncio.run(jobs._look())
     assert started == [job, job]
@@ -273,7 +273,7 @@ def test_a_fault_of_one_job_does_not_end_the_watcher_and_is_logged_once(tmp_path
     assert "cannot go on (by zero), and is tried again" in caplog.text
 
 
-def test_a_job_that_cannot_be_started_for_want_of_disk_has_not_started(tmp_path, monkeypatch, caplog):
+def test_a_job_that_a_full_disk_keeps_from_starting_has_not_started(tmp_path, monkeypatch, caplog):
     jobs, job = Jobs(tmp_path, 1, None), new_job()
     jobs._jobs[job.id] = job
     jobs.folder(job).mkdir()

@@ -88,8 +88,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(changes, tiny, data, finished, t
     assert finetune(job(tiny, data, tmp_path / "cut", **changes), steps.append) == FINISHED
     assert [report.step for report in steps] == list(range(1, 16))  # none is done twice
     assert losses(tmp_path / "cut") == losses(whole)
-    mine, its = weights(tmp_path / "cut"), weights(whole)
-    assert all(torch.equal(mine[name], its[name]) for name in its)
+    actual, expected = weights(tmp_path / "cut"), weights(whole)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tiny, data, finished, tmp_path):
@@ -211,8 +211,8 @@ def test_a_full_disk_at_the_adapter_leaves_no_half_of_it(tiny, data, finished, t
         with pytest.raises(TrainingError, match=r"the adapter cannot be written .*No space.*step-000015$"):
             finetune(job(tiny, data, tmp_path / "mine"))
     assert finetune(job(tiny, data, tmp_path / "mine")) == FINISHED
-    mine, its = weights(tmp_path / "mine"), weights(finished)
-    assert all(torch.equal(mine[name], its[name]) for name in its)
+    actual, expected = weights(tmp_path / "mine"), weights(finished)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_folder_of_another_run_is_refused(tiny, data, finished, tmp_path):

@@ -37,7 +37,7 @@ class RunFiles:
 
     def ended(self, status: str, error: str | None = None, memory: int = 0) -> None:
         """How the last process ended; of one that was killed there is no record. `memory` bytes
-        must be free before a run goes on that ended for want of them."""
+        must be free before a run goes on that was short of them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self._result, {"status": status, "error": error, "memory": memory})
 

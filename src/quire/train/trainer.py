@@ -142,7 +142,7 @@ class Trainer:
         rank, world = self.shards.rank, self.shards.world
         total, right = torch.zeros(2, device=self.model.device)
         for at in range(rank, -(-len(batches) // world) * world, world):
-            # a rank without a batch of its own computes another's for nothing: collectives need every rank
+            # a rank without a batch of its own computes the first with weight 0: collectives need every rank
             loss, good = self._loss(batches[at] if at < len(batches) else batches[0])
             share = 1.0 / weight if at < len(batches) else 0.0
             (loss * share).backward()
