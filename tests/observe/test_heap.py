@@ -51,3 +51,25 @@ def test_what_a_thread_freed_is_returned_after_the_next_request(monkeypatch: pyt
 
     before, after = asyncio.run(run())
     assert before - after > BLOCK * COUNT // 2
+
+
+def test_memory_that_grows_again_and_again_is_released_with_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays, released, now = [], [], [0]
+    monkeypatch.setattr(heap, "_resident_bytes", lambda: now[0])
+    monkeypatch.setattr(heap, "release_freed", lambda: released.append(now[0]))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda delay, _call: delays.append(delay))
+        monkeypatch.setattr(loop, "run_in_executor", lambda _executor, call: call())
+        freed = heap.FreedMemory()
+        for now[0] in (100 << 20, 200 << 20, 200 << 20, 200 << 20):
+            freed.request_ended()
+            freed.request_ended()
+            freed._look()
+
+    asyncio.run(run())
+    assert released == [100 << 20, 200 << 20]
+    first, rest = heap.LOOK_SECONDS, heap.REST_SECONDS
+    assert delays == [first, rest, rest, first]
+    assert rest > 1

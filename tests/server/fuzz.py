@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.running import ADMIN_KEY, MODEL, RunningServer
+from tests.server.running import ADMIN_KEY, MODEL, PATIENCE, RunningServer
 
 REFUSAL_SECONDS = 2.0
 GROWN_MB = 500.0
@@ -49,12 +49,29 @@ VALID: dict[str, Any] = {
     "mime_type": "text/plain",
     "purpose": "assistants",
     "part_ids": ["none"],
+    "items": HI,
     "requests": [{"custom_id": "a", "params": {"model": MODEL, "max_tokens": 2, "messages": HI}}],
 }
 MISSING = ("none", "a%2Fb", "x" * 300)  # ids of nothing
 PART = re.compile(r"\{(\w+)\}")
 Ids = dict[str, list[str]]  # that exist, by the path that lists them
 UPLOAD = ("bytes", "filename", "mime_type", "purpose")
+# Multipart bodies, which the document does not describe: the field of the file, and other fields with a valid value.
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "/v1/files": (
+        "file",
+        {"purpose": "assistants", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"},
+    ),
+    "/v1/uploads/{upload_id}/parts": ("data", {}),
+}
+NUMBERS = ("1", "5", "100", "101", "0", "-1", "x", "1e3", "%00", "%ff", "000000001999", "9" * 5000)
+QUERIES = {
+    "limit": NUMBERS,
+    "order": ("asc", "desc", "up", ""),
+    "stream": ("true", "false", "1", ""),
+    "starting_after": NUMBERS,
+    "purpose": ("assistants", "batch", "none"),
+}
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 SPECIAL: dict[str, list[Any]] = {
     "n": [2, 16, 17, 1024, 10**9],
@@ -109,6 +126,10 @@ SPECIAL: dict[str, list[Any]] = {
     "part_ids": [["a"] * 20_000, [1] * 100_000],
     "requests": [[{}] * 50_000, [{"custom_id": "a", "params": {"max_tokens": -1}}]],
     "filters": [{"type": "eq", "key": "a", "value": "b"}, {"type": "and", "filters": [{}] * 20_000}],
+    "items": [HI * 20, [{}] * 50_000, [{"type": "file_search_call", "queries": 5}]],
+    "tool_choice": [{"type": []}, {"type": "tool", "name": []}],
+    "text": [{"verbosity": "\ud800"}, {"format": {"type": []}}],
+    "reasoning": [{"effort": "\ud800"}],
     "purpose": ["batch", "none"],
     "expires_after": [{"anchor": "last_active_at", "days": 1}, {"anchor": "created_at", "seconds": 3600}],
 }
@@ -157,16 +178,17 @@ class Fuzzer:
                     .get("application/json", {})
                     .get("schema", {})
                 )
-                name = body.get("$ref", "").rpartition("/")[2]
-                self.operations.append(
-                    (method.upper(), path, list(schemas.get(name, {}).get("properties", {})))
-                )
+                names = [
+                    one.get("$ref", "").rpartition("/")[2] for one in (body, *body.get("anyOf", ()))
+                ]  # a body may be left out: then it is anyOf with null
+                fields = [field for name in names for field in schemas.get(name, {}).get("properties", {})]
+                self.operations.append((method.upper(), path, fields))
 
     def request(self, number: int) -> tuple[str, str, str, dict[str, str], bytes]:
         """Method, path, the path in the document, headers and body."""
         draw = random.Random(f"{self._seed}-{number}")
-        with_body = [one for one in self.operations if one[2]]
-        method, path, fields = draw.choice(with_body if draw.random() < 0.9 else self.operations)
+        with_body = [one for one in self.operations if one[2] or _has_form(*one[:2])]
+        method, path, fields = draw.choice(with_body if draw.random() < 0.8 else self.operations)
         template = path
         path = PART.sub(lambda found: self._id(draw, method, template[: found.start() - 1]), template)
         headers = {"Content-Type": "application/json", "X-Request-Id": f"fuzz-{number}"}
@@ -174,7 +196,36 @@ class Fuzzer:
             headers["X-Junk"] = "x" * draw.choice([10, 5000, 70_000])
         if path.startswith(("/reset", "/check", "/v1/load", "/v1/unload")) and draw.random() < 0.5:
             headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+        if _has_form(method, template):
+            headers["Content-Type"] = "multipart/form-data; boundary=b"
+            return method, path, template, headers, self._form(draw, template)
+        if method == "GET" and draw.random() < 0.5:
+            path += f"?{self._query(draw, template)}"
         return method, path, template, headers, self._body(draw, fields) if fields else b""
+
+    def _query(self, draw: random.Random, template: str) -> str:
+        query = {name: draw.choice(values) for name, values in QUERIES.items() if draw.random() < 0.3}
+        for name in ("after", "before", "after_id", "before_id"):
+            if draw.random() < 0.2:
+                query[name] = self._id(draw, "GET", template)
+        return "&".join(f"{name}={value}" for name, value in query.items())
+
+    def _form(self, draw: random.Random, template: str) -> bytes:
+        """Half are as they should be; others miss a part, have one twice, or are cut or changed somewhere."""
+        name, fields = FORMS[template]
+        parts = [f'name="{field}"\r\n\r\n{value}' for field, value in fields.items()]
+        size = draw.choice([0, 1, 100, 100_000])
+        parts.append(f'name="{name}"; filename="{draw.choice(["a.txt", "é", ""])}"\r\n\r\n{size * "a"}')
+        if draw.random() < 0.3:
+            parts = draw.choice([parts[1:], parts[:-1], parts * 2, parts * 20, ["x" * 10_000, *parts]])
+        elif draw.random() < 0.3:
+            at = draw.randrange(len(parts))
+            parts[at] = (
+                draw.choice([str(self._value(draw)), f"x: {'y' * 5000}\r\n", "\r\nz: 1" * 9, '"']) + parts[at]
+            )
+        raw = "".join(f"--b\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--b--\r\n"
+        content = raw.encode("utf-8", "replace")
+        return content if draw.random() < 0.7 else content[: draw.randrange(len(content))]
 
     def _id(self, draw: random.Random, method: str, parent: str) -> str:
         """Half of them exist. The first of each kind is never deleted."""
@@ -230,6 +281,10 @@ class Fuzzer:
             draw.choice(["type", "name", "a", "text"]): self._value(draw, depth + 1)
             for _ in range(draw.randrange(3))
         }
+
+
+def _has_form(method: str, template: str) -> bool:
+    return method == "POST" and template in FORMS
 
 
 class Memory(threading.Thread):
@@ -356,8 +411,10 @@ def _make_objects(server: RunningServer) -> Ids:
     # training fails at its file: how it uses memory is measured elsewhere
     job = {"model": MODEL, "training_file": uploaded("fine-tune", b"{\n", 1)[0]}
     jobs = made("/v1/fine_tuning/jobs", 2, json=job)
+    deadline = time.monotonic() + 4 * PATIENCE
     for one in jobs:
-        while server.get(f"/v1/fine_tuning/jobs/{one}").json()["status"] != "failed":
+        while (shown := server.get(f"/v1/fine_tuning/jobs/{one}").json())["status"] != "failed":
+            assert time.monotonic() < deadline, shown
             time.sleep(0.1)
     return ids | {
         "/v1/files": files,

@@ -1,16 +1,23 @@
 """/v1/batches with OpenAI's client and /v1/messages/batches with Anthropic's: progress, cancel, restart."""
 
+import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from quire.server.retrieval import batch_jobs
 from tests.server.running import MODEL, PATIENCE, RunningServer
+from tests.server.scripted import ScriptedEngine, scripted_app
+from tests.server.test_transcripts import plain
 
 anthropic = pytest.importorskip("anthropic")
+HI = [{"role": "user", "content": "Hi"}]
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -67,6 +74,31 @@ def test_every_method_of_batches(client: openai.OpenAI) -> None:
     assert listed.index(other.id) < listed.index(batch.id)
     with pytest.raises(openai.BadRequestError, match="is completed and cannot be cancelled"):
         client.batches.cancel(batch.id)
+
+
+def test_batches_share_an_application_that_is_built_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, threads = batch_jobs.create_app, []
+    monkeypatch.setattr(
+        batch_jobs, "create_app", lambda *given: threads.append(threading.get_ident()) or make(*given)
+    )
+    app = scripted_app(ScriptedEngine(plain("Hel", "lo", "")), data_dir=str(tmp_path))
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            requests = [{"custom_id": "a", "params": {"max_tokens": 3, "messages": HI}}]
+            batches = [client.post("/v1/messages/batches", json={"requests": requests}) for _ in range(3)]
+            for made in await asyncio.gather(*batches):
+                status = f"/v1/messages/batches/{made.json()['id']}"
+                while (await client.get(status)).json()["processing_status"] != "ended":
+                    await asyncio.sleep(0.01)
+                assert (await client.get(status)).json()["request_counts"]["succeeded"] == 1
+
+    asyncio.run(asyncio.wait_for(ask(), 2 * PATIENCE))
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize(

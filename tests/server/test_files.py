@@ -1,5 +1,6 @@
 """/v1/files and /v1/uploads with OpenAI's client, and what they refuse."""
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import httpx
 import openai
 import pytest
 
+from quire.server.retrieval import multipart
 from tests.server.running import RunningServer
+from tests.server.scripted import ScriptedEngine, scripted_app
 
 
 @pytest.fixture
@@ -98,6 +101,22 @@ FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\
 def test_a_wrong_form_is_refused(data_server: RunningServer, content: bytes, message: str) -> None:
     error = data_server.error("/v1/files", 400, content=content, headers=BOUNDARY)
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_HEADERS", 0), ("MAX_HEADER_BYTES", 50)])
+def test_headers_of_a_part_are_bounded(
+    name: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipart, name, limit)
+    app = scripted_app(ScriptedEngine(()), data_dir=str(tmp_path))
+
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/v1/files", content=PURPOSE + FILE + b"--b--\r\n", headers=BOUNDARY)
+
+    answer = asyncio.run(post())
+    assert answer.status_code == 400
+    assert "Maximum header" in answer.text
 
 
 def test_a_body_that_is_no_form_is_refused(data_server: RunningServer) -> None:

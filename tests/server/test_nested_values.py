@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.server.scripted import ScriptedEngine, scripted_app
+from quire.core.config import AdapterConfig, EngineConfig
+from quire.server.app import create_app
+from quire.server.fine_tuning.jobs import Jobs
+from tests.server.scripted import ScriptedEngine, scripted_service
 from tests.server.test_transcripts import plain
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -222,6 +226,21 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "metadata": {"a": "b"},
         },
     ),
+    (
+        "/v1/fine_tuning/jobs",
+        {
+            "model": "scripted",
+            "training_file": "FILE",
+            "suffix": "s",
+            "seed": 1,
+            "hyperparameters": {"n_epochs": 1, "targets": ["a"], "qlora": True, "alpha": 1.0},
+            "method": {
+                "type": "supervised",
+                "supervised": {"hyperparameters": {"batch_size": 1, "schedule": "cosine", "paged": False}},
+            },
+            "metadata": {"a": "b"},
+        },
+    ),
 ]
 VALUES = [5, "a", [], {}, ["a"], [5], None, "\ud800", 10**30, True, {"a": "b"}, [[]], -1.5, ""]
 
@@ -243,8 +262,12 @@ def changed(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> bytes:
     return json.dumps(made).encode()
 
 
-def test_no_value_in_a_body_breaks_the_server(tmp_path: Path):
-    app = scripted_app(ScriptedEngine(plain("Hel", "lo", "")), data_dir=str(tmp_path))
+def test_no_value_in_a_body_breaks_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    service = scripted_service(ScriptedEngine(plain("Hel", "lo", "")), data_dir=str(tmp_path))
+    adapters = AdapterConfig(lora_dir=str(tmp_path))
+    monkeypatch.setattr(service.models, "config", EngineConfig(adapters=adapters))
+    monkeypatch.setattr(Jobs, "_watch", lambda _self: None)
+    app = create_app(service)
 
     async def main() -> list[str]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -254,6 +277,9 @@ def test_no_value_in_a_body_breaks_the_server(tmp_path: Path):
     async def faults(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
         if "STORE" in path:
             path = path.replace("STORE", (await client.post("/v1/vector_stores", json={})).json()["id"])
+        if body.get("training_file"):
+            form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b"{}")}}
+            body = {**body, "training_file": (await client.post("/v1/files", **form)).json()["id"]}
         answer = await client.post(path, json=body)
         assert answer.status_code in (200, 404, 503), (path, answer.text)  # it is valid
         for place in places(body):
@@ -263,5 +289,9 @@ def test_no_value_in_a_body_breaks_the_server(tmp_path: Path):
                 )
                 if answer.status_code >= 500 and answer.status_code != 503:
                     yield f"{path} {place} {value!r}: {answer.text[:200]}"
+        if "training_file" in body:
+            answer = await client.get(path, params={"limit": 100})
+            if answer.status_code != 200:
+                yield f"{path} is broken: {answer.text[:200]}"
 
     assert asyncio.run(main()) == []

@@ -21,7 +21,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import ConfigError
-from quire.observe.heap import FreedMemory
 from quire.observe.logs import get_logger
 from quire.server.connection import limited
 from quire.server.errors import ApiError, anthropic_body, as_api_error, speaks_anthropic
@@ -419,7 +418,6 @@ class RequestMiddleware:
         self._admin = Keys([settings.admin_key] if settings.admin_key else [])
         self._rates = Rates(*per_minute) if keys is None else Rates()
         self._root_path = settings.root_path.rstrip("/")
-        self._freed = FreedMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -443,7 +441,7 @@ class RequestMiddleware:
             await response.fail(as_api_error(fault), scope, receive)
         finally:
             self._note(scope, context, response.status)
-            self._freed.request_ended()
+            self._service.freed.request_ended()
 
     async def _authorized(
         self, scope: Scope, context: RequestContext, receive: Receive, response: "_Response"

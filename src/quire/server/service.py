@@ -15,6 +15,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
+from quire.observe.heap import FreedMemory
 from quire.server.access import RequestContext, context_of
 from quire.server.connection import TextLimit
 from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
@@ -56,6 +57,7 @@ class Service:
         self.traces = open_traces(settings.otlp_traces_endpoint)
         self.retrieval = LazyRetrieval(self)
         self.draining = False
+        self.freed = FreedMemory()
         self._aliases = settings.aliases
 
     @classmethod

@@ -15,6 +15,7 @@ from quire.server.errors import ApiError, ClientGone
 
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
+MAX_HEADERS, MAX_HEADER_BYTES = 8, 4224  # of a part, and of one of them
 MAX_OVERHEAD = 1 << 20  # bytes of a body beside the file
 WRITTEN_AT_ONCE = 1 << 20
 
@@ -51,8 +52,9 @@ async def sent_form(request: Request, files: FileStore, name: str, limit: int) -
     try:
         with checked_disk(), form.path.open("wb") as file:
             reader = _FormReader(form, name, limit, file, parse_options_header)
+            limits = {"max_header_count": MAX_HEADERS, "max_header_size": MAX_HEADER_BYTES}
             try:
-                await reader.read(request, MultipartParser(options[b"boundary"], reader.callbacks))
+                await reader.read(request, MultipartParser(options[b"boundary"], reader.callbacks, **limits))
             except FormParserError as error:
                 raise InvalidRequest(f"the body is no valid multipart/form-data ({error})") from None
         if not reader.is_complete:
