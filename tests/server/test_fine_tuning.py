@@ -270,7 +270,7 @@ def test_a_fault_of_one_job_does_not_end_the_watcher_and_is_logged_once(tmp_path
     asyncio.run(jobs._watching())
     assert job.status == "succeeded"
     assert len(caplog.records) == 1
-    assert "cannot go on (by zero), and is tried again" in caplog.text
+    assert "cannot go on now (by zero)" in caplog.text
 
 
 def test_a_job_that_a_full_disk_keeps_from_starting_has_not_started(tmp_path, monkeypatch, caplog):

@@ -195,9 +195,7 @@ class Jobs:
         except Exception as error:
             if self._faults.get(job.id) != str(error):
                 self._faults[job.id] = str(error)
-                text = (
-                    "job       %s cannot go on (%s), and is tried again: free some space if the disk is full"
-                )
+                text = "job       %s cannot go on now (%s): if the disk is full, free some space"
                 log.warning(text, job.id, error, exc_info=not isinstance(error, OSError))
         else:
             self._faults.pop(job.id, None)
@@ -229,20 +227,11 @@ class Jobs:
         command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
         if job.base is not None:
             command += ["--model", job.base]
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if name in PASSED_ON or not name.startswith("QUIRE_")
-        }
+        kept = {k: v for k, v in os.environ.items() if k in PASSED_ON or not k.startswith("QUIRE_")}
         with (folder / "log.txt").open("ab") as output:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=variables,
-            )
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=kept
+            )  # fmt: skip
         self._children[job.id] = process
         job.num_starts, job.memory = job.num_starts + 1, 0
         job.pid, job.pid_started = process.pid, process_birth(process.pid) or ""
