@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
-from quire.observe.host import memory_left, process_birth
+from quire.observe.host import memory_left, numbers_in, process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
 from quire.train.settings import FAILED, FINISHED
@@ -81,6 +81,7 @@ class Jobs:
         self._register = register
         self._jobs: dict[str, Job] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._held: dict[str, int] = {}  # bytes of memory of their processes
         self._faults: dict[str, str] = {}  # of jobs that cannot go on now, by their ids
         self._watcher: asyncio.Task[None] | None = None
         self._creating = asyncio.Lock()
@@ -246,8 +247,11 @@ class Jobs:
         if self._is_alive(job):
             if job.status in (PAUSED, CANCELLED):
                 self._end(job)
+            self._held[job.id] = numbers_in(Path(f"/proc/{job.pid}/status")).get("RssAnon", 0) << 10
             return
-        self._children.pop(job.id, None)
+        child, held = self._children.pop(job.id, None), self._held.pop(job.id, 0)
+        if child is not None and child.poll() == -signal.SIGKILL:  # as Linux does where memory runs out
+            job.memory = held
         if job.status != CANCELLED:
             await self._take_result(job)
         job.pid, job.ended_at = None, 0.0
@@ -280,7 +284,9 @@ class Jobs:
                     f"{self._last_line(job)}",
                 )
             else:
-                self._say(job, "The training process ended unexpectedly: it goes on from the last checkpoint")
+                when = f" when {job.memory / 1e9:.1f} GB are free" if job.memory else ""
+                text = "The training process ended unexpectedly: it goes on from the last checkpoint"
+                self._say(job, text + when)
 
     async def _publish(self, job: Job) -> None:
         """Registers the adapter of a run that has finished; while the engine is down the job stays as it is."""
