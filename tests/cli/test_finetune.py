@@ -68,6 +68,13 @@ def test_an_adapter_is_trained_and_the_way_to_serve_it_is_shown(run, data, tmp_p
     assert "holds a finished adapter: give another --output, or --overwrite" in again.err
 
 
+@pytest.mark.parametrize("nice", ["-1", "20"])
+def test_a_priority_that_cannot_be_given_is_refused(nice, run, data):
+    ran = run("finetune", str(data), "--nice", nice)
+    assert ran.code == 2
+    assert f"--nice {nice} cannot work: give 0 to 19" in ran.err
+
+
 def test_bad_data_is_one_line_and_the_reason_is_kept(run, data, tmp_path):
     model = make_model(tmp_path / "tiny")
     with data.open("a") as file:
@@ -130,8 +137,25 @@ def test_a_plan_of_qlora_has_the_bytes_that_finetune_keeps(run, tmp_path, kind):
         "in few bits QLoRA is on by itself"
     )
     linear = sum(math.prod(t.shape) for name, t in LAYER.items() if name.startswith("blk") and t.ndim == 2)
-    base = linear * (5 if kind else 4.127) / 8 + 2 * (record["parameters"] - linear)
+    rows, width = LAYER["token_embd.weight"].shape  # in int8, with a scale for each row
+    rest = 2 * (record["parameters"] - linear - rows * width) + rows * (width + 4)
+    base = linear * (5 if kind else 4.25) / 8 + rest
     assert record["stages"][0]["parameters"] == pytest.approx(base + 4 * record["trained"])
+
+
+def test_a_plan_of_qlora_has_the_base_that_was_measured(run, tmp_path):
+    """Of llama8b's shape on an H200: benchmarks/results/train_gpu.json."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "vocab_size": 128256,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--train", "--lora-rank", "16", "--qlora", "--json")
+    ran = run("plan", tmp_path, *flags, "--load-format", "dummy")
+    assert ran.code == 0, ran.err
+    record = json.loads(ran.out)
+    assert record["stages"][0]["parameters"] - 4 * record["trained"] == pytest.approx(4.759e9, rel=1e-3)
 
 
 def test_a_plan_of_lora_in_full_precision_has_stage_3(run, tiny):

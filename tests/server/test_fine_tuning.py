@@ -102,7 +102,7 @@ def test_a_job_gets_its_share_of_the_cores_that_the_server_may_use(tmp_path, mon
 
 def test_a_job_that_is_killed_again_and_again_fails_with_the_last_line_of_its_log(tmp_path):
     jobs = Jobs(tmp_path, 1, None)
-    job = new_job(num_starts=MAX_STARTS)
+    job = new_job(status=RUNNING, num_starts=MAX_STARTS)
     jobs.folder(job).mkdir()
     (jobs.folder(job) / "log.txt").write_text("data      4 examples\nMemoryError\n\n")
     asyncio.run(jobs._take_result(job))
@@ -131,7 +131,7 @@ def test_a_job_that_gave_its_memory_back_starts_again_when_there_is_enough(tmp_p
     asyncio.run(jobs._look())
     assert started == [job]
     free[0] = 0
-    for status in ("paused", QUEUED):  # whoever resumes it does not want to wait
+    for status in ("paused", QUEUED):  # a resumed job does not wait
         jobs.change(job, status)
     asyncio.run(jobs._look())
     assert started == [job, job]

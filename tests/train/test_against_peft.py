@@ -133,8 +133,8 @@ def test_qlora_differs_from_lora_by_the_rounding_of_the_base_only(tmp_path):
     plain = trained(tmp_path)
     for model in (rounded, plain):
         torch.nn.init.normal_(model.parameters.flat, std=0.05, generator=torch.Generator().manual_seed(1))
-    for mine, its in zip(rounded.number_format.matrices, plain.number_format.matrices, strict=True):
-        its.adopt(mine.state())  # the same rounded numbers
+    for one, other in zip(rounded.number_format.matrices, plain.number_format.matrices, strict=True):
+        other.adopt(one.state())  # the same rounded numbers
     grads = [model.parameters.make_grad() for model in (rounded, plain)]
     losses = [model.loss(EXAMPLES) for model in (rounded, plain)]
     for loss in losses:

@@ -83,6 +83,7 @@ BAD = {
     '{"prompt": 1, "completion": "a"}': "is no text",
     chat("a" * 100, "b"): r"tokens and the context is 100: shorten it, or raise --max-length",
     chat("a", "b", weight=0): "no answer to learn",
+    chat("a", "b", weight="0"): r"has weight '0' in messages\[1\]: give 0 or 1",
 }
 
 

@@ -26,8 +26,8 @@ def test_rows_of_a_checkpoint_stay_encoded_where_all_of_them_are(mixed):
     plain = FrozenFormat(torch.float32, CPU).matrix(10, 64)
     plain.load(0, whole)
     x = torch.randn(3, 64)
-    for mine, its in zip(product(kept, x), product(plain, x), strict=True):
-        torch.testing.assert_close(mine, its)
+    for actual, expected in zip(product(kept, x), product(plain, x), strict=True):
+        torch.testing.assert_close(actual, expected)
     assert (kept.kept_bytes < plain.kept_bytes) is not mixed
     assert kept.scheme == NF4.name
 

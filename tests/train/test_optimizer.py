@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from quire.core.errors import TrainingError
 from quire.train import optimizer as optimizers
+from quire.train.finetune import FinetuneJob, finetune
 from quire.train.optimizer import AdamW, adamw, rate_at
+from quire.train.settings import FINISHED, STOPPED, TrainSettings
 
 SCALE = torch.logspace(-2, 1, 1000)
 TARGET = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -87,10 +90,45 @@ def test_states_of_8_bits_are_those_of_bitsandbytes_where_it_is_installed():
         own.load(optimizer.state(), 1)
 
 
-def test_states_are_quires_own_where_bitsandbytes_does_not_work(monkeypatch):
+def fake_library(monkeypatch: pytest.MonkeyPatch, step: Callable[..., None]) -> None:
+    """bitsandbytes, whose step is this one."""
+    functional = ModuleType("functional")
+    functional.create_dynamic_map = lambda signed: torch.linspace(-signed, 1, 256)
+    functional.optimizer_update_8bit_blockwise = step
+    library = ModuleType("bitsandbytes")
+    library.functional = functional
     monkeypatch.setattr(optimizers, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # its import fails
-    assert adamw(700, torch.device("cpu"), 8, 0.0, paged=False).library == ""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", library)
+
+
+def no_kernel(*_: Any) -> None:
+    raise NotImplementedError("no kernel for this device")
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [(None, "import of bitsandbytes"), (no_kernel, "no kernel for this"), (lambda *_: None, "step is wrong")],
+)
+def test_states_are_quires_own_where_bitsandbytes_does_not_work(step, why, monkeypatch):
+    fake_library(monkeypatch, step)
+    if step is None:
+        monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    optimizer = adamw(700, torch.device("cpu"), 8, 0.0, paged=False)
+    assert optimizer.library == ""
+    assert why in optimizer.why_own
+    assert "states are Quire's own" in optimizer.why_own
+
+
+def test_a_run_with_own_states_goes_on_with_them_where_bitsandbytes_is_new(tiny, data, tmp_path, monkeypatch):
+    settings = TrainSettings(rank=2, epochs=1, batch_size=4, optimizer="adamw8bit", learning_rate=0.01)
+    job = FinetuneJob(data, tmp_path / "mine", str(tiny), settings=settings, device="cpu", num_threads=1)
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    steps: list[Any] = []
+    assert finetune(job, steps.append, stop=lambda: len(steps) == 2) == STOPPED
+    fake_library(monkeypatch, lambda kind, grads, values, *_: values.sub_(grads))
+    assert adamw(700, torch.device("cpu"), 8, 0.0, paged=False).library == "bitsandbytes"
+    assert finetune(job, steps.append) == FINISHED
+    assert [report.step for report in steps] == list(range(1, 6))
 
 
 FakedGpu = Callable[[int], tuple[torch.device, list[str]]]

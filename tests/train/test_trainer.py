@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, TrainingError
+from quire.train import finetune as training_jobs
 from quire.train import trainer as training
 from quire.train.finetune import FinetuneJob, finetune, prepare
 from quire.train.run_files import Checkpoints, RunFiles, RunLog
@@ -87,8 +88,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(changes, tiny, data, finished, t
     assert finetune(job(tiny, data, tmp_path / "cut", **changes), steps.append) == FINISHED
     assert [report.step for report in steps] == list(range(1, 16))  # none is done twice
     assert losses(tmp_path / "cut") == losses(whole)
-    mine, its = weights(tmp_path / "cut"), weights(whole)
-    assert all(torch.equal(mine[name], its[name]) for name in its)
+    actual, expected = weights(tmp_path / "cut"), weights(whole)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tiny, data, finished, tmp_path):
@@ -183,6 +184,19 @@ def test_a_full_disk_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, m
     assert kept == ["step-000004"]
 
 
+def test_a_full_disk_at_the_log_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, monkeypatch):
+    own = RunLog.add
+
+    def full(self, event):
+        if event.get("step", 0) > 5:
+            raise OSError(28, "No space left on device")
+        own(self, event)
+
+    monkeypatch.setattr(RunLog, "add", full)
+    with pytest.raises(TrainingError, match=r"the log cannot be written .*No space left.*step-000004$"):
+        finetune(job(tiny, data, tmp_path / "mine"))
+
+
 def test_a_full_disk_at_the_adapter_leaves_no_half_of_it(tiny, data, finished, tmp_path, monkeypatch):
     own = training.save_file
 
@@ -197,8 +211,8 @@ def test_a_full_disk_at_the_adapter_leaves_no_half_of_it(tiny, data, finished, t
         with pytest.raises(TrainingError, match=r"the adapter cannot be written .*No space.*step-000015$"):
             finetune(job(tiny, data, tmp_path / "mine"))
     assert finetune(job(tiny, data, tmp_path / "mine")) == FINISHED
-    mine, its = weights(tmp_path / "mine"), weights(finished)
-    assert all(torch.equal(mine[name], its[name]) for name in its)
+    actual, expected = weights(tmp_path / "mine"), weights(finished)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_folder_of_another_run_is_refused(tiny, data, finished, tmp_path):
@@ -250,6 +264,25 @@ def test_settings_that_cannot_work_are_refused():
 def test_a_gpu_that_is_not_there_is_refused_with_what_to_give(tiny, data, tmp_path):
     with pytest.raises(ConfigError, match="device='cuda' was asked for, but PyTorch sees no GPU here"):
         finetune(replace(job(tiny, data, tmp_path / "out"), device="cuda"))
+
+
+@pytest.mark.parametrize(("given", "changes"), [("cuda:1", {}), ("cuda", {"rank": 1, "world": 2})])
+def test_kernels_are_launched_on_the_gpu_of_the_run(given, changes, tiny, data, tmp_path, monkeypatch):
+    class Done(Exception):
+        pass
+
+    def done(*_):
+        raise Done
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(training_jobs, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(training_jobs, "prepare", done)
+    with pytest.raises(Done):
+        finetune(replace(job(tiny, data, tmp_path / "out"), device=given, **changes))
+    assert chosen == [torch.device("cuda:1")]
 
 
 def test_more_ranks_than_gpus_are_refused(tiny, data, tmp_path, monkeypatch):

@@ -97,7 +97,8 @@ def test_losses_and_bytes(alone: dict, tiny: Path, data: Path, tmp_path: Path):
 
 
 def test_ranks_stop_after_the_same_step_and_go_on(alone: dict, tiny: Path, data: Path, tmp_path: Path):
-    """Signals reach rank 0 alone, which tells the others; a finished adapter is written over when asked."""
+    """Signals reach rank 0 alone, which tells the others and names an error of theirs; a finished adapter is written
+    over when asked."""
     job = FinetuneJob(
         data, tmp_path, str(tiny), settings=SETTINGS, device="cpu", zero_stage=2, world=2, overwrite=True
     )
@@ -114,6 +115,12 @@ def test_ranks_stop_after_the_same_step_and_go_on(alone: dict, tiny: Path, data:
     assert result == STOPPED
     state = json.loads((tmp_path / "training" / "checkpoints" / "step-000003" / "trainer.json").read_text())
     assert (state["step"], state["world"]) == (3, 2)
+    states = tmp_path / "training" / "checkpoints" / "step-000003" / "optimizer-1.safetensors"
+    whole = states.read_bytes()
+    states.write_bytes(b"x")
+    with pytest.raises(TrainingError, match=r"rank 1 of 2: .*optimizer-1\.safetensors cannot be read"):
+        finetune_ranks(replace(job, overwrite=False), on_step, lambda _: None)
+    states.write_bytes(whole)
     assert finetune_ranks(replace(job, overwrite=False), on_step, lambda _: None) == FINISHED
     assert losses == pytest.approx(alone["losses"], rel=1e-5)
     with pytest.raises(ConfigError, match="holds a finished adapter"):

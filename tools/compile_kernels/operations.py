@@ -166,7 +166,12 @@ def _measured_attention(recorder: Recorder) -> None:
 def _training(recorder: Recorder) -> None:
     """Attention of packed sequences, forward and backward, dense and block-sparse; the gradient of gated SiLU."""
     kernel: Any = registry.load("packed_attention", "triton")
-    for heads, kv_heads, head_dim, tokens in ((32, 8, 128, 4096), (9, 3, 64, 2048)):
+    for heads, kv_heads, head_dim, tokens in (
+        (32, 8, 128, 4096),
+        (32, 32, 96, 4096),
+        (32, 32, 80, 2048),
+        (9, 3, 64, 2048),
+    ):
         recorder.case = f"training attention of {heads} heads of {head_dim}"
         q = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16, device=META)
         k = torch.empty(tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=META)

@@ -14,7 +14,7 @@ from quire.bench.table import in_seconds
 from quire.cli.flags import add_setting, kind_of
 from quire.cli.parser import Parser
 from quire.cli.terminal import INTERRUPTED, dim, interruptible
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.llm.progress import load_progress
 from quire.observe.host import memory_left, numbers_in
 from quire.train.finetune import FinetuneJob, finetune_ranks
@@ -25,6 +25,7 @@ from quire.train.zero import STAGES
 
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
 OOM_SCORE = Path("/proc/self/oom_score_adj")
+LOWEST_PRIORITY = 19
 SPARE_SHARE = 0.05  # of memory: others may take so much during one step
 MAX_SPARE = 4 << 30  # bytes: 5 % of a large machine is more than others take
 
@@ -75,6 +76,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.nice <= LOWEST_PRIORITY:
+        raise ConfigError(f"--nice {arguments.nice} cannot work: give 0 to {LOWEST_PRIORITY}")
     job = FinetuneJob(
         data=Path(arguments.data).expanduser(),
         output=Path(arguments.output or arguments.name).expanduser(),

@@ -21,8 +21,8 @@ from quire.quant.full import FullPrecision
 from quire.train.finetune import QLORA_BITS
 from quire.train.zero import StageMemory, full_training, lora_training
 
-NF4_BITS = 4.127  # with double quantization: 4 + 8 / 64 + 32 / (64 * 256)
-HALF_BITS = 16
+NF4_BITS = 4.25  # with double quantization, as a GPU's kernel packs it
+HALF_BITS, TABLE_BITS, SCALE_BITS = 16, 8, 32
 WHAT = ("nothing", "optimizer states", "and gradients", "and parameters")
 
 
@@ -65,7 +65,8 @@ def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, float, str, 
     model = describe(source.config)
     built = sized_model(model, FullPrecision(torch.float16, META))
     loaders = built.loaders()
-    sites = [s for s in install_sites(loaders, None) if not s.is_embedding and s.name != HEAD]  # type: ignore[arg-type]
+    installed = install_sites(loaders, None)  # type: ignore[arg-type]
+    sites = [site for site in installed if not site.is_embedding and site.name != HEAD]
     trained = sum(rank * (site.num_inputs + site.num_outputs) for site in sites)
     count = sum(math.prod(loader.shape) for loader in loaders.values())
     qlora = rank > 0 and (arguments.qlora or source.min_bits < QLORA_BITS)
@@ -75,6 +76,10 @@ def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, float, str, 
     forms = [usual if encoded is None else (encoded.bits, encoded.scheme.name) for encoded in kept]
     sizes = [site.num_inputs * site.num_outputs for site in sites]
     bits = (count - sum(sizes)) * HALF_BITS + sum(n * each for n, (each, _) in zip(sizes, forms, strict=True))
+    if qlora:  # finetune keeps tables and the head in int8 on a GPU, with a scale for each row
+        names = {f"{site.name}.weight" for site in installed} - {f"{site.name}.weight" for site in sites}
+        for rows, width in (loaders[name].shape for name in names & loaders.keys()):
+            bits -= rows * ((HALF_BITS - TABLE_BITS) * width - SCALE_BITS)
     return count, bits / 8, ", ".join(sorted({form for _, form in forms})), trained, source.name, qlora
 
 

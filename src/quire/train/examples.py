@@ -149,6 +149,8 @@ def _check_roles(messages: Any) -> None:
             )
         if role == "assistant" and not str(message.get("content") or "").strip():
             raise TrainingError(f"has an empty answer in messages[{index}]: write its content")
+        if message.get("weight") not in (None, 0, 1):
+            raise TrainingError(f"has weight {message['weight']!r:.40} in messages[{index}]: give 0 or 1")
         expected = ("assistant",) if role == "user" else ("user",)
     if messages[-1]["role"] != "assistant":
         raise TrainingError("ends without an answer: the last message must be the assistant's")

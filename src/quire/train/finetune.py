@@ -5,10 +5,11 @@ import multiprocessing
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def finetune(
 ) -> str:
     """FINISHED or STOPPED, as Trainer.run. All data is checked before the weights are loaded."""
     device = _device(job)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # where Triton and NVRTC launch
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     if device.type == "cpu":
@@ -96,13 +99,21 @@ def finetune_ranks(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = replace(job, overwrite=False, address=f"127.0.0.1:{free.getsockname()[1]}")
-    others = [_spawned(replace(job, rank=rank)) for rank in range(1, job.world)]
+    context = multiprocessing.get_context("spawn")
+    errors = context.SimpleQueue()
+    peers = [(replace(job, rank=rank), errors) for rank in range(1, job.world)]
+    others = [context.Process(target=_peer, args=given, daemon=True) for given in peers]
+    for other in others:
+        other.start()
     try:
         return finetune(job, on_step, on_line, stop, progress)
     except RuntimeError as error:
         if lost_peer(error):
+            ended = _ended(others)  # after which its error is there
+            if not errors.empty():
+                raise TrainingError(errors.get()) from error
             raise TrainingError(
-                f"{_ended(others)}: run again, and training goes on from the last checkpoint"
+                f"{ended}: run again, and training goes on from the last checkpoint"
             ) from error
         raise
     finally:
@@ -111,26 +122,24 @@ def finetune_ranks(
             other.kill()
 
 
-def _ended(others: "Sequence[multiprocessing.process.BaseProcess]") -> str:
-    for rank, other in enumerate(others, 1):
+def _ended(others: Sequence[BaseProcess]) -> str:
+    for other in others:
         other.join(timeout=10)
+    for rank, other in enumerate(others, 1):
         if other.exitcode:
             return f"rank {rank} of {len(others) + 1} ended with exit code {other.exitcode}"
     return "the connection to another rank broke"
 
 
-def _spawned(job: FinetuneJob) -> "multiprocessing.process.BaseProcess":
-    process = multiprocessing.get_context("spawn").Process(target=_peer, args=(job,), daemon=True)
-    process.start()
-    return process
-
-
-def _peer(job: FinetuneJob) -> None:
-    """A rank beside rank 0, which alone is stopped by signals, and which tells the errors of settings and data."""
+def _peer(job: FinetuneJob, errors: "multiprocessing.SimpleQueue[str]") -> None:
+    """A rank beside rank 0, which alone is stopped by signals, and which tells the errors of all ranks."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    with suppress(QuireError):
+    try:
         finetune(job)
+    except (QuireError, OSError) as error:
+        errors.put(f"rank {job.rank} of {job.world}: {error}")
+        sys.exit(1)
 
 
 def prepare(
@@ -169,6 +178,8 @@ def prepare(
         model, settings, items, held_out, job.output, adapter, job.zero_stage, job.rank, job.world
     )
     library = trainer.optimizer.library
+    if trainer.optimizer.why_own:
+        on_line(f"optimizer {trainer.optimizer.why_own}")
     on_line(
         f"steps     {trainer.num_steps}: {settings.epochs} epochs, {settings.batch_size} examples a step, learning "
         f"rate {settings.learning_rate:g} ({settings.schedule}), {settings.optimizer}{library and f' of {library}'}"

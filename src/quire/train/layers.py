@@ -130,9 +130,9 @@ class _Rotated(torch.autograd.Function):
 def _rotate(kernel: ModuleType, qkv: Tensor, layer: Attention, table: Tensor, positions: Tensor) -> None:
     """By the kernel that serving has, which stores nothing here."""
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-    nowhere = torch.full_like(positions, -1, dtype=torch.int64)
+    no_slots = torch.full_like(positions, -1, dtype=torch.int64)
     page = qkv.new_empty(1, 1, *heads[1:])
-    kernel.rotate_and_store(qkv, *heads, table, positions.int(), nowhere, page, page)
+    kernel.rotate_and_store(qkv, *heads, table, positions.int(), no_slots, page, page)
 
 
 class _Packed(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 
@@ -73,6 +72,7 @@ class AdamW:
     """
 
     library = ""  # whose states they are; empty: Quire's own
+    why_own = ""  # where they would have been a library's
 
     def __init__(
         self,
@@ -169,12 +169,23 @@ class LibraryAdamW(AdamW):
         }
 
 
-def adamw(size: int, device: torch.device, bits: int, weight_decay: float, paged: bool) -> AdamW:
-    """States of 8 bits on the device are bitsandbytes' where it is installed and works."""
-    if bits == 8 and not paged and find_spec("bitsandbytes"):
-        with suppress(ImportError, RuntimeError):  # a build for other devices, or a device without room
+def adamw(
+    size: int, device: torch.device, bits: int, weight_decay: float, paged: bool, own: bool = False
+) -> AdamW:
+    """States of 8 bits on the device are bitsandbytes' where it is installed and works, unless `own` is set."""
+    why = ""
+    if bits == 8 and not paged and not own and find_spec("bitsandbytes"):
+        try:
+            values, grads = torch.zeros(BLOCK, device=device), torch.ones(BLOCK, device=device)
+            LibraryAdamW(BLOCK, device, bits).step(values, grads, 0.1)
+            if not (values < 0).all():
+                raise RuntimeError("its step is wrong")
             return LibraryAdamW(size, device, bits, weight_decay)
-    return AdamW(size, device, bits, weight_decay, paged=paged)
+        except Exception as error:  # a build for other devices or versions, or a device without room
+            why = f"bitsandbytes does not work here ({error}): the optimizer's states are Quire's own"
+    optimizer = AdamW(size, device, bits, weight_decay, paged=paged)
+    optimizer.why_own = why
+    return optimizer
 
 
 def rate_at(step: int, num_steps: int, warmup: int, peak: float, schedule: str) -> float:

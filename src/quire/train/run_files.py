@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class RunFiles:
 
     def ended(self, status: str, error: str | None = None, memory: int = 0) -> None:
         """How the last process ended; of one that was killed there is no record. `memory` bytes
-        must be free before a run goes on that ended for want of them."""
+        must be free before a run goes on that was short of them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self._result, {"status": status, "error": error, "memory": memory})
 
@@ -69,25 +70,33 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """`write` fills the folder. TrainingError, with the last good checkpoint, where there is no room for it."""
+        """`write` fills the folder. What there is no room for is removed."""
         path = self.path(step)
         beside = path.with_name(path.name + PART)
-        try:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-            write(beside)
-            write_json(beside / STATE, state)
-            shutil.rmtree(path, ignore_errors=True)
-            beside.rename(path)
-        except Exception as error:  # safetensors has errors of its own for a full disk
-            shutil.rmtree(beside, ignore_errors=True)
-            raise TrainingError(
-                f"the checkpoint of step {step} cannot be written to {self.folder} ({error}): free some space and run "
-                f"again; {self.last_good()}"
-            ) from error
+        with self.writing(f"the checkpoint of step {step}", self.folder):
+            try:
+                shutil.rmtree(beside, ignore_errors=True)
+                beside.mkdir(parents=True)
+                write(beside)
+                write_json(beside / STATE, state)
+                shutil.rmtree(path, ignore_errors=True)
+                beside.rename(path)
+            except Exception:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
         return path
+
+    @contextmanager
+    def writing(self, what: str, where: Path) -> Iterator[None]:
+        """TrainingError, with the last good checkpoint, where the disk is full."""
+        try:
+            yield
+        except Exception as error:  # safetensors has errors of its own
+            raise TrainingError(
+                f"{what} cannot be written to {where} ({error}): free some space and run again; {self.last_good()}"
+            ) from error
 
     def last_good(self) -> str:
         steps = self.steps()

@@ -68,7 +68,6 @@ class Trainer:
         self.shards = StateShards(model.parameters, zero_stage, rank, world)
         count = self.shards.last - self.shards.first
         bits = BITS[settings.optimizer]
-        self.optimizer = adamw(count, model.device, bits, settings.weight_decay, settings.paged)
         assert settings.batch_size is not None and settings.epochs is not None  # noqa: PT018
         self._per_epoch = -(-len(items) // settings.batch_size)
         self.num_steps = self._per_epoch * settings.epochs
@@ -76,6 +75,9 @@ class Trainer:
         self.files = RunFiles(folder, settings.keep_checkpoints)
         self.checkpoints, self.log = self.files.checkpoints, self.files.log
         self._identity = _identity(settings, items, adapter_config)
+        newest = self.checkpoints.newest()
+        own = newest is not None and newest[1].get("library") == ""  # goes on with its own states
+        self.optimizer = adamw(count, model.device, bits, settings.weight_decay, settings.paged, own)
 
     # ------------------------------------------------------------------ the loop
 
@@ -89,19 +91,14 @@ class Trainer:
                 return STOPPED
             report = self._one_step()
             if self.shards.rank == 0:
-                self.log.add({"type": "metrics", "created_at": int(time.time()), **asdict(report)})
+                self._log({"type": "metrics", **asdict(report)})
             on_step(report)
             if self.step % every == 0 or self.step == self.num_steps:
                 self._save()
         self.shards.gather()
         if self.shards.rank == 0:
-            try:
+            with self.checkpoints.writing("the adapter", self.folder):
                 save_adapter(self.folder, self.model.parameters.tensors(), self._config)
-            except Exception as error:  # safetensors has errors of its own for a full disk
-                raise TrainingError(
-                    f"the adapter cannot be written to {self.folder} ({error}): free some space and run again; "
-                    f"{self.checkpoints.last_good()}"
-                ) from error
         self.shards.barrier()
         return FINISHED
 
@@ -145,7 +142,7 @@ class Trainer:
         rank, world = self.shards.rank, self.shards.world
         total, right = torch.zeros(2, device=self.model.device)
         for at in range(rank, -(-len(batches) // world) * world, world):
-            # a rank without a batch of its own computes another's for nothing: collectives need every rank
+            # a rank without a batch of its own computes the first with weight 0: collectives need every rank
             loss, good = self._loss(batches[at] if at < len(batches) else batches[0])
             share = 1.0 / weight if at < len(batches) else 0.0
             (loss * share).backward()
@@ -203,8 +200,9 @@ class Trainer:
         optimizer = {name: part.cpu().contiguous() for name, part in self.optimizer.state().items()}
         parts = self.checkpoints.folder / f"{OPTIMIZER}-{rank}.safetensors"  # collected by rank 0
         if rank:
-            parts.parent.mkdir(parents=True, exist_ok=True)
-            save_file(optimizer, parts)
+            with self.checkpoints.writing("the optimizer's states", parts):
+                parts.parent.mkdir(parents=True, exist_ok=True)
+                save_file(optimizer, parts)
         self.shards.barrier()
 
         def write(beside: Path) -> None:
@@ -216,8 +214,9 @@ class Trainer:
 
         if rank == 0 and not (folder / WEIGHTS).exists():
             state = {"step": self.step, "identity": self._identity, "world": self.shards.world}
+            state["library"] = self.optimizer.library
             self.checkpoints.save(self.step, write, state)
-            self.log.add({"type": "checkpoint", "created_at": int(time.time()), "step": self.step})
+            self._log({"type": "checkpoint", "step": self.step})
         self.shards.barrier()
         self.shards.release()
 
@@ -240,7 +239,12 @@ class Trainer:
             self.step = state["step"]
             self.optimizer.load(states, self.step)
         if self.shards.rank == 0:
-            self.log.rewind(self.step)
+            with self.checkpoints.writing("the log", self.files.folder):
+                self.log.rewind(self.step)
+
+    def _log(self, event: Mapping[str, Any]) -> None:
+        with self.checkpoints.writing("the log", self.files.folder):
+            self.log.add({"created_at": int(time.time()), **event})
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

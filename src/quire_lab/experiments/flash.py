@@ -29,20 +29,33 @@ class Pass:
 
 
 def run(setup: Setup) -> Finding:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = placed(str(setup.engine.get("device")))
     lengths = setup.pick((64, 128), (512, 1024, 2048), (1024, 2048, 4096, 8192))
     heads, width, repeats = setup.pick(2, 8, 16), 64, setup.pick(1, 3, 10)
     passes = []
     with setup.progress(2 * len(lengths) + 1, "runs") as bar:
         for length in lengths:
-            drawn = torch.randn(3, 1, heads, length, width, device=device)
+            drawn = torch.randn(3, 1, heads, length, width, device=device, dtype=dtype)
             for way, attention in (("plain", plain), ("tiled", tiled)):
                 bar.note(f"{way}, {length} tokens")
                 passes.append(_measured(length, way, attention, drawn, repeats))
                 bar()
         sparse = _sparse(device, setup.pick(4 * BLOCK, 16 * BLOCK, 64 * BLOCK), heads)
         bar()
-    return _finding(passes, sparse, heads, width, device)
+    shape = {
+        "heads": heads,
+        "head_dim": width,
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    return _finding(passes, sparse, shape)
+
+
+def placed(asked: str) -> tuple[torch.device, torch.dtype]:
+    """A GPU where there is one and the CPU is not asked for, in the format that attention trains in there."""
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), torch.float32
+    return torch.device("cuda"), torch.bfloat16
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -121,9 +134,7 @@ def traffic(batch: int, heads: int, length: int, width: int) -> tuple[float, flo
     return 2.0 * (8 * scores + 14 * inputs), 2.0 * 16 * inputs
 
 
-def _finding(
-    passes: list[Pass], sparse: list[dict[str, float]], heads: int, width: int, device: torch.device
-) -> Finding:
+def _finding(passes: list[Pass], sparse: list[dict[str, float]], shape: dict[str, Any]) -> Finding:
     by = {(entry.length, entry.way): entry for entry in passes}
     lengths = sorted({entry.length for entry in passes})
     rows = []
@@ -151,13 +162,13 @@ def _finding(
         f"{by[lengths[-1], 'plain'].kept_bytes / by[lengths[-1], 'tiled'].kept_bytes:.0f} times less for the backward "
         f"pass and takes {by[lengths[-1], 'plain'].seconds / by[lengths[-1], 'tiled'].seconds:.1f} times less time.",
         [
-            Table(f"Forward and backward, {heads} heads of {width}, on {device.type}", head, rows),
+            Table("Forward and backward, {heads} heads of {head_dim}, {dtype} on {device}".format(**shape), head, rows),
             Table("Block-sparse", ["density", "share of blocks", "ms"], shares),
         ],
         [],
         {"passes": [asdict(entry) for entry in passes], "sparse": sparse, "published": PUBLISHED,
          "paper_traffic_bytes": {"plain": moved[0], "tiled": moved[1]}},
-        {"heads": heads, "head_dim": width, "device": device.type},
+        shape,
         [
             Check("plain keeps bytes by the square of the length", f"{growth[0]:.1f}", growth[0] > 0.8 * times**2),
             Check("tiles keep bytes in proportion", f"{growth[1]:.1f}", growth[1] < 1.2 * times),

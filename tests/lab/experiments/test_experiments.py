@@ -11,6 +11,7 @@ import pytest
 from quire.bench.workload import Lengths
 from quire.core.errors import ConfigError
 from quire_lab.experiments.batching import POLICIES, measure_timelines
+from quire_lab.experiments.flash import placed
 from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find
 from quire_lab.experiments.waste import spend, table_stages
@@ -237,6 +238,12 @@ def test_tuning_compares_four_ways(setup, tmp_path):
     assert results["fine-tuning"]["prompt_tokens"] < results["a prompt"]["prompt_tokens"]
     assert results["a prompt"]["prompt_tokens"] < results["three examples"]["prompt_tokens"]
     assert results["fine-tuning"]["preparation_seconds"] > 0
+
+
+def test_flash_measures_where_it_is_asked_to(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [str(part) for part in placed("cpu")] == ["cpu", "torch.float32"]
+    assert [str(part) for part in placed("auto")] == ["cuda", "torch.bfloat16"]
 
 
 def test_flash_keeps_little_for_the_backward_pass(setup, tmp_path):

@@ -1,6 +1,6 @@
 // dK and dV of FlashAttention's backward pass on Hopper, heads of 128: a block owns 128 keys and walks along tiles of 64
 // queries, of every head that shares them. The copy engine fetches tiles of Q and dO; two warpgroups, of 64 keys each,
-// multiply, each while the other one computes weights. Scores stand on their side, [keys, queries]. Tiles have two
+// multiply, each while the other one computes weights. Scores are transposed, [keys, queries]. Tiles have two
 // halves of 64 columns, whose rows of 128 bytes are swizzled.
 
 typedef unsigned int u32;

@@ -206,7 +206,7 @@ def _key_step(
     k_tile, v_tile, q, grad, sums, delta, first, head, start, keys, count, q_stride, g_stride, scale, dk_tile, dv_tile,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores stand on their side, [keys, queries]: products over queries then read weights from registers.
+    """Scores are transposed, [keys, queries]: products over queries then read weights from registers.
 
     Queries beyond the sequence add nothing: their softmax has an infinite sum.
     """

@@ -14,10 +14,9 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.core.config import ADAPTER_CONFIG_FILE
-from quire.core.errors import ConfigError, InvalidRequest, NotFound
+from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound
 from quire.observe.host import default_num_threads
 from quire.server.fine_tuning.jobs import CANCELLED, ENDED, PAUSED, QUEUED, RUNNING, Job, Jobs
-from quire.server.operations import engine_call
 from quire.server.protocol.fine_tuning import (
     FineTuningJobObject,
     JobCheckpoint,
@@ -29,7 +28,7 @@ from quire.server.retrieval.file_endpoints import owner_of
 from quire.server.retrieval.retrieval import Retrieval
 from quire.server.service import Service
 from quire.server.stored import page_limit
-from quire.train.settings import AUTO, METHODS, SUPERVISED, TrainSettings
+from quire.train.settings import AUTO, FAILED, METHODS, SUPERVISED, TrainSettings
 
 T = TypeVar("T")
 # OpenAI's and PEFT's names of settings; others go by their own
@@ -62,13 +61,17 @@ class TuningEndpoints:
         self.jobs = Jobs(retrieval.folder / "fine_tuning", threads, self._register)
 
     async def _register(self, name: str, folder: Path) -> None:
-        """Copies a finished adapter to the folder of adapters, where servers find it by its name from now on."""
-        served = self._service.models.config.adapters.lora_dir
+        """Copies a finished adapter to the folder of adapters, where servers find it by its name from now on.
+
+        EngineDead: not now.
+        """
+        client, served = self._service.client, self._service.models.config.adapters.lora_dir
+        if not client.is_ready:  # before a copy, as jobs ask again and again
+            raise EngineDead(client.status)
         assert served is not None
         target = Path(served) / name
         await asyncio.to_thread(_publish, folder, target)
-        with engine_call():
-            await self._service.client.load_adapter(name, str(target.resolve()))
+        await client.load_adapter(name, str(target.resolve()))
 
     # ------------------------------------------------------------------ requests
 
@@ -84,6 +87,12 @@ class TuningEndpoints:
             raise InvalidRequest(f"{body.model} is an adapter: fine-tune {model.names[0]}", "model")
         method, given = _method(body)
         flags = _flags(method, given, body.seed or 0)
+        rank, highest = flags.get("rank", TrainSettings().rank), service.models.config.adapters.max_lora_rank
+        if highest is not None and rank > highest:
+            raise InvalidRequest(
+                f"hyperparameters: rank={rank} cannot be served: give at most {highest}, or raise --max-lora-rank",
+                "hyperparameters",
+            )
         job = Job(
             id=f"ftjob-{uuid.uuid4().hex[:24]}",
             owner=owner,
@@ -118,8 +127,12 @@ class TuningEndpoints:
         wanted, allowed = {
             "cancel": (CANCELLED, (QUEUED, RUNNING, PAUSED)),
             "pause": (PAUSED, (QUEUED, RUNNING)),
-            "resume": (QUEUED, (PAUSED,)),
+            "resume": (QUEUED, (PAUSED, FAILED)),
         }[action]
+        if job.status == FAILED and wanted == QUEUED:
+            self.jobs.refuse_if_taken(job)
+            if not self.jobs.files(job).checkpoints.steps():
+                raise InvalidRequest(f"the job {job.id} failed without a checkpoint: create it again")
         if job.status not in allowed:
             raise InvalidRequest(
                 f"the job {job.id} is {job.status}: only {' or '.join(allowed)} jobs take {action}"

@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import QueueFull, QuireError
-from quire.observe.host import memory_left, process_birth
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.observe.host import memory_left, numbers_in, process_birth
 from quire.observe.logs import get_logger
 from quire.train.run_files import RunFiles, RunLog, write_json
 from quire.train.settings import FAILED, FINISHED
@@ -32,6 +32,10 @@ KILL_SECONDS = 30.0  # for a process to write its checkpoint
 MAX_OPEN = 100  # jobs of one owner that have not ended
 MAX_STARTS = 3  # in a row without a new step
 LOWEST_PRIORITY = 19
+# of the server's QUIRE_ variables: others are flags of its own, and would change those of a job
+PASSED_ON = (
+    "QUIRE_CACHE", "QUIRE_KERNELS", "QUIRE_ISA", "QUIRE_BUILTIN_WHEEL", "QUIRE_LOG_LEVEL", "QUIRE_LOG_FORMAT",
+)  # fmt: skip
 Register = Callable[[str, Path], Awaitable[None]]  # (an adapter's name, its folder)
 
 
@@ -77,6 +81,8 @@ class Jobs:
         self._register = register
         self._jobs: dict[str, Job] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._held: dict[str, int] = {}  # bytes of memory of their processes
+        self._faults: dict[str, str] = {}  # of jobs that cannot go on now, by their ids
         self._watcher: asyncio.Task[None] | None = None
         self._creating = asyncio.Lock()
 
@@ -85,6 +91,7 @@ class Jobs:
     async def create(self, job: Job, training: Path, validation: Path | None) -> None:
         """Takes the job; QueueFull if its owner has too many. Files are linked, so that they may be deleted."""
         async with self._creating:
+            self.refuse_if_taken(job)
             if sum(other.status not in ENDED for other in self.all_of(job.owner)) >= MAX_OPEN:
                 raise QueueFull(
                     f"{MAX_OPEN} fine-tuning jobs wait or run: cancel some, or wait until one ends"
@@ -116,11 +123,17 @@ class Jobs:
             (job for job in self._jobs.values() if job.owner == owner), key=lambda job: -job.created_at
         )
 
+    def refuse_if_taken(self, job: Job) -> None:
+        """InvalidRequest where another owner's adapter has or will have the job's name."""
+        for other in self._jobs.values():
+            is_other = other.owner != job.owner and other.status not in (FAILED, CANCELLED)
+            if is_other and other.adapter == job.adapter:
+                raise InvalidRequest(f"the name {job.adapter} is taken: choose another suffix", "suffix")
+
     def change(self, job: Job, status: str) -> None:
-        """Cancels, pauses or resumes a job that has not ended."""
-        job.status = status
-        if status == CANCELLED:
-            job.finished_at = int(time.time())
+        """Cancels or pauses a job that has not ended, or resumes one, also one that failed."""
+        job.status, job.error = status, None
+        job.finished_at = int(time.time()) if status == CANCELLED else None
         done = {QUEUED: "Resumed", PAUSED: "Paused", CANCELLED: "Cancelled"}[status]
         self._say(job, f"{done} job: {job.id}")
         job.num_starts = job.memory = 0
@@ -172,15 +185,21 @@ class Jobs:
 
     async def _watching(self) -> None:
         """Until no job runs, waits or has to end."""
-        while await self._watched():
+        while await self._look():
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _watched(self) -> bool:
+    @contextmanager
+    def _kept_going(self, job: Job) -> Iterator[None]:
+        """A fault of one job is logged once, and the job tried again; others are followed meanwhile."""
         try:
-            return await self._look()
-        except OSError as error:  # a full disk: jobs wait for room
-            log.warning("job       the folder of jobs cannot be written (%s): free some space", error)
-            return True
+            yield
+        except Exception as error:
+            if self._faults.get(job.id) != str(error):
+                self._faults[job.id] = str(error)
+                text = "job       %s cannot go on now (%s): if the disk is full, free some space"
+                log.warning(text, job.id, error, exc_info=not isinstance(error, OSError))
+        else:
+            self._faults.pop(job.id, None)
 
     async def _look(self) -> bool:
         """Follows processes and starts the next one; False where nothing is left to do."""
@@ -188,26 +207,34 @@ class Jobs:
         active = [job for job in jobs if job.pid is not None or job.status in (QUEUED, RUNNING)]
         for job in active:
             if job.pid is not None:
-                await self._follow(job)
+                with self._kept_going(job):
+                    await self._follow(job)
         waiting = [job for job in active if job.pid is None and job.status in (RUNNING, QUEUED)]
         waiting = [job for job in waiting if job.memory == 0 or memory_left()[0] >= job.memory]
         if waiting and not any(job.pid is not None for job in jobs):
-            self._start(min(waiting, key=lambda job: (job.status != RUNNING, job.created_at)))
+            job = min(waiting, key=lambda job: (job.status != RUNNING, job.created_at))
+            with self._kept_going(job):
+                result = self.files(job).result()
+                if result is not None and result["status"] == FINISHED:  # and could not be registered
+                    await self._publish(job)
+                else:
+                    self._start(job)
         return bool(active)
 
     def _start(self, job: Job) -> None:
         folder = self.folder(job)
         self.files(job).begun()
-        job.num_starts, job.memory = job.num_starts + 1, 0
         command = [sys.executable, "-m", "quire", "finetune", str(folder / "training.jsonl")]
         command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
         if job.base is not None:
             command += ["--model", job.base]
+        kept = {k: v for k, v in os.environ.items() if k in PASSED_ON or not k.startswith("QUIRE_")}
         with (folder / "log.txt").open("ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=kept
+            )  # fmt: skip
         self._children[job.id] = process
+        job.num_starts, job.memory = job.num_starts + 1, 0
         job.pid, job.pid_started = process.pid, process_birth(process.pid) or ""
         if job.status != RUNNING:
             job.status = RUNNING
@@ -220,27 +247,25 @@ class Jobs:
         if self._is_alive(job):
             if job.status in (PAUSED, CANCELLED):
                 self._end(job)
+            self._held[job.id] = numbers_in(Path(f"/proc/{job.pid}/status")).get("RssAnon", 0) << 10
             return
-        self._children.pop(job.id, None)
-        job.pid, job.ended_at = None, 0.0
-        if job.status == RUNNING:
+        child, held = self._children.pop(job.id, None), self._held.pop(job.id, 0)
+        if child is not None and child.poll() == -signal.SIGKILL:  # as Linux does where memory runs out
+            job.memory = held
+        if job.status != CANCELLED:
             await self._take_result(job)
+        job.pid, job.ended_at = None, 0.0
         self._save(job)
 
     async def _take_result(self, job: Job) -> None:
         result = self.files(job).result()
         status = None if result is None else result["status"]
         if status == FINISHED:
-            try:
-                await self._register(job.adapter, self.adapter_folder(job))
-            except (QuireError, OSError) as error:
-                self._fail(job, f"the adapter is trained, and cannot be served: {error}")
-                return
-            job.status, job.finished_at = SUCCEEDED, int(time.time())
-            self._say(job, f"New fine-tuned model created: {job.adapter}")
-            self._say(job, "The job has successfully completed")
+            await self._publish(job)
         elif status == FAILED and result is not None:
             self._fail(job, str(result["error"]))
+        elif job.status != RUNNING:
+            return
         elif result is not None and result.get("memory", 0) > (total := memory_left()[1]):
             needed = f"it needs {result['memory'] / 1e9:.1f} of {total / 1e9:.1f} GB"
             self._fail(job, f"{result['error']}, and {needed}: use a smaller base, or qlora")
@@ -259,7 +284,28 @@ class Jobs:
                     f"{self._last_line(job)}",
                 )
             else:
-                self._say(job, "The training process ended unexpectedly: it goes on from the last checkpoint")
+                when = f" when {job.memory / 1e9:.1f} GB are free" if job.memory else ""
+                text = "The training process ended unexpectedly: it goes on from the last checkpoint"
+                self._say(job, text + when)
+
+    async def _publish(self, job: Job) -> None:
+        """Registers the adapter of a run that has finished; while the engine is down the job stays as it is."""
+        error = None
+        try:
+            await self._register(job.adapter, self.adapter_folder(job))
+        except EngineDead:
+            return
+        except (QuireError, OSError) as fault:
+            error = fault
+        if job.status == CANCELLED:  # meanwhile
+            return
+        if error is not None:
+            self._fail(job, f"the adapter is trained, and cannot be served: {error}")
+        else:
+            job.status, job.finished_at = SUCCEEDED, int(time.time())
+            self._say(job, f"New fine-tuned model created: {job.adapter}")
+            self._say(job, "The job has successfully completed")
+        self._save(job)
 
     def _last_line(self, job: Job) -> str:
         with suppress(OSError):
