@@ -3,6 +3,7 @@
 The model has 9 query and 3 key-value heads: two ranks hold 6 and 3 of the former, three hold 3 each.
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,3 +187,14 @@ def test_full_precision_gives_the_tokens_of_transformers(prompts, monkeypatch):
         ConfigError, match=r"rank 1: Quire .* 0\.0\.1 .* on rank 0: start all ranks from one version"
     ):
         LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2)
+
+
+def test_an_idle_engine_notices_that_a_rank_is_gone():
+    with LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2) as llm:
+        llm.engine.check_ranks()
+        llm.engine._runner._peers._processes[0].kill()
+        deadline = time.monotonic() + 60
+        with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+            while time.monotonic() < deadline:
+                llm.engine.check_ranks()
+                time.sleep(0.01)
