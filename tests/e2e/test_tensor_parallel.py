@@ -189,6 +189,13 @@ def test_full_precision_gives_the_tokens_of_transformers(prompts, monkeypatch):
         LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2)
 
 
+def test_a_rank_that_hangs_in_a_step_is_named(monkeypatch):
+    monkeypatch.setitem(ranks.PEERS, "mp", "tests.e2e.hanging_peer")
+    with LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2) as llm:
+        with pytest.raises(EngineDead, match=r"rank 1: its step hangs: for 1 s it neither computed nor waited"):
+            llm.generate(["One, two,"], GREEDY, use_tqdm=False)
+
+
 def test_an_idle_engine_notices_that_a_rank_is_gone():
     with LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2) as llm:
         llm.engine.check_ranks()

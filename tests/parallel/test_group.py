@@ -202,6 +202,25 @@ def test_a_tape_replays_a_collective_and_its_bytes_are_counted_each_time():
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("call", ["numbers", "receive"])
+@needs_native
+def test_a_rank_that_waits_for_another_is_seen_to(call):
+    descriptor = shared_file(SharedGroup.num_bytes(cpu, 2))
+    group = _shared(descriptor, 0, 2)
+    assert not group.waits()
+    arguments = (0,) if call == "numbers" else (torch.empty(4), 1, "a")
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(getattr(group, call), *arguments)
+        deadline = time.monotonic() + 60
+        while not group.waits():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        group.abort()
+        result.result(60)
+    assert not group.waits()
+    os.close(descriptor)
+
+
 @needs_native
 def test_an_abort_ends_a_wait():
     descriptor = shared_file(SharedGroup.num_bytes(cpu, 2))

@@ -90,6 +90,18 @@ def test_a_rank_that_is_killed_or_stopped_is_named_within_two_seconds(number, wo
         took.append(seconds)
 
 
+def test_a_rank_that_hangs_in_a_step_is_named():
+    text, kind, _ = _fault("hang in a step", frames=[b"step"])
+    assert kind is EngineDead
+    assert text.startswith("rank 1: its step hangs: for ")
+
+
+@pytest.mark.parametrize("does", ["compute in a step", "wait in a step"])
+def test_a_rank_that_takes_long_or_waits_for_another_is_not_named(does):
+    text, kind, _ = _fault(does, frames=[b"step"])
+    assert (text, kind) == ("rank 1: the step has ended", ConfigError)
+
+
 def test_ten_thousand_random_frames_are_no_steps_and_each_says_so():
     drawn = random.Random(0)
     (whole,) = encode_step(a_step())

@@ -83,6 +83,9 @@ class SharedGroup(Group):
     def _counted(self) -> np.ndarray:
         return sum((channel.counters for channel in self._channels.values()), start=self._all.counters)
 
+    def waits(self) -> bool:
+        return any(endpoint.waiting[0] for endpoint in (self._all, *self._channels.values()))
+
     def abort(self, why: str = "") -> None:
         for endpoint in (self._all, *self._channels.values()):
             endpoint.abort()
@@ -105,7 +108,7 @@ class TorchGroup(Group):
         super().__init__(rank, size)
         self._members, self._torch = members or range(size), group
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._waits, self._on_gpus = False, "nccl" in backend
+        self._on_gpus = "nccl" in backend
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
         self._world = dist.group.WORLD

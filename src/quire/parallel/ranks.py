@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -27,6 +27,8 @@ LATE_SECONDS = 1.0  # without a beat: the process is looked at
 SILENT_SECONDS = 20.0  # without a beat, on a machine that may be out of memory
 START_SECONDS = 300.0  # before the first beat
 CLOSE_SECONDS = 3.0
+HUNG_SECONDS = 10.0  # in which a rank with work neither computes nor waits for another one
+IDLE_SHARE = 0.01  # of one core's time: below it, a process does not compute
 MAX_REPORT = 1 << 20  # bytes
 BEAT = b""
 
@@ -149,18 +151,39 @@ class RankProcesses:
 
 
 class Reporter:
-    """A peer's end of the pipe: beats from a thread, and at most one message that says why it ends."""
+    """A peer's end of the pipe: beats from a thread, and at most one message that says why it ends.
+
+    The thread also notices when the others hang. A long step does not count: it takes a core's time, as does waiting
+    for a GPU, which spins.
+    """
 
     def __init__(self, reports: Connection) -> None:
+        self.groups: tuple[Group, ...] = ()  # in which this rank may wait for others
         self._reports = reports
+        self._running: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._beat, name="rank-beats", daemon=True).start()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """A part of a step, which may be run by one thread beside that of another."""
+        self._running.append(work)
+        work()
+        self._running.pop()
+
     def _beat(self) -> None:
+        used, idle = 0.0, 0  # seconds of cores; beats in which nothing was done
         with suppress(OSError):
             while True:
                 with self._lock:
                     self._reports.send_bytes(BEAT)
+                before, used = used, time.process_time()
+                computes = used - before > IDLE_SHARE * BEAT_SECONDS
+                hangs = self._running and not computes and not any(group.waits() for group in self.groups)
+                idle = idle + 1 if hangs else 0
+                if idle * BEAT_SECONDS > HUNG_SECONDS:
+                    self.fail(
+                        EngineDead(f"its step hangs: for {HUNG_SECONDS:.0f} s it neither computed nor waited")
+                    )
                 time.sleep(BEAT_SECONDS)
 
     def fail(self, fault: BaseException) -> None:

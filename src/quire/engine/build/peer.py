@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,6 +37,7 @@ def main() -> None:
         settings = json.loads(next(frames))
         received: dict[str, PackedAdapter] = {}  # adapters that the next step copies into blocks
         runner, read = _build(settings, rank, memory, received)
+        reporter.groups = (runner.part.group, runner.part.stages, runner.part.everyone)
         collector = ThreadPoolExecutor(1, "rank-results")
         # of several stages: its results come when steps are finished
         first = runner if isinstance(runner, StageRunner) and runner.part.is_first else None
@@ -48,7 +50,7 @@ def main() -> None:
             step, described = decode_step(data)
             for load, text in zip(step.adapter_loads, described, strict=True):
                 received[load.key] = received_packed((text, next(frames)), read)
-            runner.launch(step)
+            reporter.run(partial(runner.launch, step))
             if first is None:
                 collector.submit(_collect, runner, reporter)
         runner.log_end()
@@ -85,6 +87,6 @@ def _build(
 
 def _collect(runner: RankRunner, reporter: Reporter) -> None:
     try:
-        runner.collect()
+        reporter.run(runner.collect)
     except BaseException as fault:
         reporter.fail(fault)
