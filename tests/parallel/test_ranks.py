@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -19,6 +20,7 @@ from quire.parallel.group import Group
 from quire.parallel.processes import shared_file
 from quire.parallel.ranks import RankProcesses
 from quire.parallel.wire import decode_step, encode_step
+from quire.runner.ranked import RankedRunner
 
 
 class Waiting(Group):
@@ -100,6 +102,15 @@ def test_a_rank_that_hangs_in_a_step_is_named():
 def test_a_rank_that_takes_long_or_waits_for_another_is_not_named(does):
     text, kind, _ = _fault(does, frames=[b"step"])
     assert (text, kind) == ("rank 1: the step has ended", ConfigError)
+
+
+def test_peers_end_although_the_runner_of_rank_0_cannot_be_closed():
+    local, peers = MagicMock(), MagicMock()
+    local.close.side_effect = RuntimeError("the device is gone")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        RankedRunner(local, peers).close()
+    peers.close.assert_called_once()
+    local.part.close.assert_called_once()
 
 
 def test_ten_thousand_random_frames_are_no_steps_and_each_says_so():

@@ -176,7 +176,9 @@ class RankedRunner:
         stage.finish_next(mask)
 
     def close(self) -> None:
-        self._local.log_end()
-        self._local.close()  # while the peers live: a kernel of an open step waits for them
-        self._peers.close()
-        self._local.part.close()
+        try:
+            self._local.log_end()
+            self._local.close()  # while the peers live: a kernel of an open step waits for them
+        finally:
+            self._peers.close()
+            self._local.part.close()
