@@ -1,6 +1,9 @@
 """Building an engine: what is refused before anything is loaded."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from quire.core import laboratory
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.build import assemble, build, resolve
+from quire.engine.build import assemble, build, ranks, resolve
 from quire.engine.build.resolve import BuildPlan
 from quire.layers.factory import RankPart
 from quire.parallel.group import Group
@@ -43,6 +46,30 @@ def test_a_build_that_fails_leaves_no_process_group(monkeypatch):
     with pytest.raises(ConfigError):
         build(EngineConfig.of(tensor_parallel_size=2))
     assert not dist.is_initialized()
+
+
+def test_ranks_on_gpus_find_each_other_in_a_file_that_leaves_nothing(monkeypatch):
+    config = EngineConfig.of(tensor_parallel_size=2)
+    plan = SimpleNamespace(
+        config=config, model=resolve.make_plan(config).model, precision=SimpleNamespace(device=torch.device("cuda"))
+    )
+    stores: list[Any] = []
+
+    def exchange(store: Any, _name: str, rank: int, size: int, _device: object) -> tuple[Group, Group]:
+        store.set(f"from {rank}", "here")
+        assert store.get(f"from {1 - rank}") == b"here"
+        stores.append(store)
+        return Group(rank, size), Group(rank, size)
+
+    monkeypatch.setattr(ranks, "device_groups", exchange)
+    memory, address = ranks._meeting_place(config.parallel, "cuda")
+    assert os.readlink(f"/proc/self/fd/{memory}").endswith("(deleted)")
+    with ThreadPoolExecutor(2) as threads:
+        parts = list(threads.map(lambda rank: ranks.rank_part(plan, memory, rank, address), range(2)))
+    assert [part.group.rank for part in parts] == [0, 1]
+    os.close(memory)
+    stores[0].set("later", "too")
+    assert stores[1].get("later") == b"too"
 
 
 def test_ranks_on_other_machines_do_not_count_where_memory_is_divided():

@@ -15,7 +15,7 @@ from quire.core.errors import EngineDead
 from quire.fleet import ray_ranks
 from quire.parallel.ranks import BEAT, read_frames
 
-SETTINGS = json.dumps({"store": "1", "config": {"runner": {"num_threads": 1}}}).encode()
+SETTINGS = json.dumps({"address": "1", "config": {"runner": {"num_threads": 1}}}).encode()
 START = "import sys; sys.modules['ray'] = None; from quire.fleet import ray_ranks; ray_ranks.main()"
 
 

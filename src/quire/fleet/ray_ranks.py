@@ -28,7 +28,7 @@ async def run(rank: int, frames: Iterator[bytes], reports: Connection) -> None:
     settings: dict[str, Any] = json.loads(next(frames))
     ray = import_module(CLUSTER)
     cluster = ray.RayCluster(os.environ.get("RAY_ADDRESS"))
-    settings["store"] = f"{cluster.host}:{settings['store']}"
+    settings["address"] = f"{cluster.host}:{settings['address']}"
     channel = RemoteChannel(cluster.host)
     resources = {"num_cpus": settings["config"]["runner"]["num_threads"], "num_gpus": 0}
     host, hosted = await ray.place(channel, f"rank {rank}", resources, "quire.link.remote_peer", str(rank))

@@ -76,7 +76,7 @@ def _build(
             f"Quire {ours[0]} with weights {ours[1][:12]} here, and {theirs[0]} with {theirs[1][:12]} on rank 0: "
             "start all ranks from one version and the same files"
         )
-    plan = replace(plan, part=rank_part(plan, memory, rank, settings["store"]))
+    plan = replace(plan, part=rank_part(plan, memory, rank, settings["address"]))
     models = load_models(plan, None)
     pool = make_pool(plan, models, start_kernel_warmup(plan))
     parts = make_parts(plan, models, pool, received)

@@ -3,9 +3,7 @@
 import mmap
 import os
 import socket
-import tempfile
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -37,18 +35,18 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     _check(config, plan.model)
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
-    memory, store = _meeting_place(parallel)
     device = plan.precision.device.type  # `auto` may be another one on another machine
+    memory, address = _meeting_place(parallel, device)
     runner = replace(config.runner, num_threads=plan.num_threads, device=device)
     described: dict[str, Any] = {
         "config": asdict(replace(config, runner=runner)),
         "version": VERSION,
         "fingerprint": plan.source.fingerprint,
-        "store": store,
+        "address": address,
     }
     peers = RankProcesses(PEERS[parallel.distributed_executor_backend], parallel.num_ranks, memory, described)
     try:
-        part = rank_part(plan, memory, 0, store, peers.check)
+        part = rank_part(plan, memory, 0, address, peers.check)
     except BaseException:
         try:
             peers.check()  # a rank that failed is the reason
@@ -64,20 +62,21 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
 
 
 def rank_part(
-    plan: BuildPlan, memory: int, rank: int, store: str, check: Callable[[], None] = lambda: None
+    plan: BuildPlan, memory: int, rank: int, address: str, check: Callable[[], None] = lambda: None
 ) -> RankPart:
     """What rank `rank` computes, and with whom: ranks of one stage follow each other.
 
-    Ranks on GPUs meet at the file `store`, those on a CPU in `memory`, those on several machines at the address
-    `store`, where rank 0 listens with the socket `memory`. `check`: raises if a rank has failed.
+    `memory` is a file without a name, in which ranks on GPUs find each other and those on a CPU exchange all; of ranks on
+    several machines it is the socket with which rank 0 listens at `address`. `check`: raises if a rank has failed.
     """
     device = plan.precision.device
     if device.type == "cuda":
         size = plan.config.parallel.num_ranks
         from torch._C._distributed_c10d import FileStore  # not every torch has it
 
-        meeting = _met(FileStore(store, size), rank, size, check)
-        group, everyone = device_groups(meeting, store, rank, size, device)
+        # torch opens it by its name again and again, so this process keeps it open
+        store = _met(FileStore(f"/proc/self/fd/{os.dup(memory)}", size), rank, size, check)
+        group, everyone = device_groups(store, "ranks", rank, size, device)
         return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
     if not native.available():
         raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
@@ -89,7 +88,7 @@ def rank_part(
     if parallel.distributed_executor_backend == "ray":
         from torch._C._distributed_c10d import TCPStore  # not every torch has it
 
-        host, _, port = store.rpartition(":")
+        host, _, port = address.rpartition(":")
         own = os.dup(memory) if rank == 0 else None
         listening = TCPStore(
             host or "localhost", int(port), None, rank == 0, START, False, master_listen_fd=own
@@ -119,16 +118,15 @@ def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
     return store
 
 
-def _meeting_place(parallel: ParallelConfig) -> tuple[int, str]:
-    """A descriptor that is the first rank's, or shared by all, and the `store` of `rank_part`."""
+def _meeting_place(parallel: ParallelConfig, device: str) -> tuple[int, str]:
+    """A descriptor that is the first rank's, or shared by all, and the `address` of `rank_part`."""
     if parallel.distributed_executor_backend == "ray":
         both = socket.has_dualstack_ipv6()  # Ray's name for this machine may be of either kind
         family = socket.AF_INET6 if both else socket.AF_INET
         listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         port = listening.getsockname()[1]
         return listening.detach(), str(port)
-    path = os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}")
-    return shared_file(_shared_bytes(parallel)), path
+    return shared_file(0 if device == "cuda" else _shared_bytes(parallel)), ""
 
 
 def _shared_bytes(parallel: ParallelConfig) -> int:
