@@ -51,7 +51,9 @@ def test_a_build_that_fails_leaves_no_process_group(monkeypatch):
 def test_ranks_on_gpus_find_each_other_in_a_file_that_leaves_nothing(monkeypatch):
     config = EngineConfig.of(tensor_parallel_size=2)
     plan = SimpleNamespace(
-        config=config, model=resolve.make_plan(config).model, precision=SimpleNamespace(device=torch.device("cuda"))
+        config=config,
+        model=resolve.make_plan(config).model,
+        precision=SimpleNamespace(device=torch.device("cuda")),
     )
     stores: list[Any] = []
 
@@ -70,6 +72,32 @@ def test_ranks_on_gpus_find_each_other_in_a_file_that_leaves_nothing(monkeypatch
     os.close(memory)
     stores[0].set("later", "too")
     assert stores[1].get("later") == b"too"
+
+
+def test_a_second_engine_with_ranks_on_gpus_is_refused_before_peers_start(monkeypatch):
+    config = EngineConfig.of(tensor_parallel_size=2, device="cuda")
+    model = resolve.make_plan(EngineConfig.of()).model
+    monkeypatch.setattr(ranks, "resolve_device", torch.device)
+    ranks._check(config, model)
+    monkeypatch.setattr(ranks, "_symmetric_groups", ["ranks"])
+    with pytest.raises(ConfigError, match="had such an engine on GPUs, and can have one only: start another"):
+        ranks._check(config, model)
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    config = EngineConfig.of(tensor_parallel_size=3, device="cuda", gpu_memory_utilization=0.8)
+    monkeypatch.setattr(ranks, "resolve_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.delenv(ranks.SHARED_CARD, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"rank 2 has no GPU: tensor_parallel_size=3 needs 3 and PyTorch sees 2"
+    ):
+        ranks.on_rank(config, 0)
+    monkeypatch.setenv(ranks.SHARED_CARD, "1")
+    placed = [ranks.on_rank(config, rank) for rank in range(3)]
+    assert [one.runner.device for one in placed] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [one.memory.gpu_memory_utilization for one in placed] == [0.4, 0.8, 0.4]
 
 
 def test_ranks_on_other_machines_do_not_count_where_memory_is_divided():

@@ -13,7 +13,6 @@ from quire.parallel.group import Group
 from quire.parallel.ranks import BEAT, Reporter, read_frames
 from quire.parallel.wire import decode_step
 
-
 STEP_SECONDS = 1.5
 
 

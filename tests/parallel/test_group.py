@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from quire.kernels import native
 from quire.kernels.collective import cpu
+from quire.kernels.collective.cpu import shared_file
 from quire.kernels.native import Tape
 from quire.parallel.group import LARGEST, Group
-from quire.parallel.processes import SharedGroup, SymmetricGroup, TorchGroup, shared_file
+from quire.parallel.processes import SharedGroup, SymmetricGroup, TorchGroup
 from quire.quant.full import FullPrecision
 
 needs_native = pytest.mark.skipif(not native.available(), reason="shared memory needs the native kernels")

@@ -16,8 +16,8 @@ from quire.core.errors import ConfigError, EngineDead, QuireError
 from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import AdapterLoad, HostTransfers, RowStart, Step
+from quire.kernels.collective.cpu import shared_file
 from quire.parallel.group import Group
-from quire.parallel.processes import shared_file
 from quire.parallel.ranks import RankProcesses
 from quire.parallel.wire import decode_step, encode_step
 from quire.runner.ranked import RankedRunner
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_within_two_seconds(number, wo
 def test_a_rank_that_hangs_in_a_step_is_named():
     text, kind, _ = _fault("hang in a step", frames=[b"step"])
     assert kind is EngineDead
-    assert text.startswith("rank 1: its step hangs: for ")
+    assert text.startswith("rank 1: its step hung: ")
 
 
 @pytest.mark.parametrize("does", ["compute in a step", "wait in a step"])

@@ -62,11 +62,12 @@ class EngineCore(ABC, Generic[U]):
     adapters: Adapters | None = None  # None: they are off
 
     def __init__(
-        self, limits: Limits, runner: Any, steps_in_flight: int, check_ranks: Callable[[], None] = lambda: None
+        self, limits: Limits, runner: Any, steps_in_flight: int, check_ranks: Callable[[], None] | None = None
     ) -> None:
         """`runner` launches and collects the subclass's kind of step, as a StepRunner does."""
         self.limits = limits
-        self.check_ranks = check_ranks  # raises EngineDead if a rank that the steps need is gone
+        # raises EngineDead if a rank that the steps need is gone
+        self.check_ranks = check_ranks or (lambda: None)
         self.stats = StepStats()
         self._runner = runner
         self._in_flight: deque[Any] = deque()  # scheduled steps
@@ -172,7 +173,7 @@ class Engine(EngineCore[SequenceUpdate]):
         adapters: Adapters | None = None,
         when_filling: Callable[[], None] | None = None,
         in_new_thread: Callable[[], None] | None = None,
-        check_ranks: Callable[[], None] = lambda: None,
+        check_ranks: Callable[[], None] | None = None,
     ):
         """`when_filling` is called once, when the pool is FILLING for the first time. `in_new_thread` must be called by
         a thread that steps the engine and did not build it. `adapters`: None if they are off.

@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,27 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
 from quire.parallel.group import LARGEST, SUM, Group
 
-SHARED_FOLDER = "/dev/shm"
 START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
-BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
 SUMS, TURN = 32 << 20, 16 << 20  # bytes of each GPU's rank that others read: for a sum, for another exchange
 ONE_SHOT = 512 << 10  # bytes up to which every rank reads all: longer sums are divided among the ranks
 MOST_VIEWS = 1000
 REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
 log = get_logger(__name__)
-
-
-def shared_file(num_bytes: int) -> int:
-    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end."""
-    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
 
 
 class SharedGroup(Group):
@@ -164,9 +151,7 @@ class TorchGroup(Group):
         return super().receive(x, source, tag)
 
     def abort(self, why: str = "") -> None:
-        """What waits fails with the connection. Where that is still open, the machine being off, the process ends, and
-        where a kernel may wait.
-        """
+        """What waits fails with its connection. If that is open (a machine is off), or with NCCL, the process ends."""
         time.sleep(REASON_SECONDS)
         if self._waits or self._on_gpus:
             log.error("the engine stopped: %s", why)
@@ -191,9 +176,8 @@ class SymmetricGroup(Group):
         super().__init__(rank, size)
         self._memory, self._handle, self._name = memory, handle, name
         self._turn = 0
-        self._views: dict[
-            tuple[Any, ...], Tensor
-        ] = {}  # of ranks' memory: making one takes as long as a launch
+        # of ranks' memory: making one takes as long as a launch
+        self._views: dict[tuple[Any, ...], Tensor] = {}
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         """In the order of ranks, so that all of them get the same bits."""
@@ -253,32 +237,3 @@ class SymmetricGroup(Group):
         """A kernel that waits for a rank cannot be ended: the process is, and its supervisor starts another."""
         log.error("the engine stopped: %s", why)
         os._exit(1)
-
-
-def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
-    """The group of tensors on `device`, and one for tensors on the CPU: once in a process, since torch numbers what it
-    tells peers of symmetric memory, and later peers would begin with other numbers.
-    """
-    nccl = os.environ.get(BACKEND) == "nccl"
-    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
-    if nccl:
-        return host, host
-    from torch._C._distributed_c10d import (
-        PrefixStore,
-        _register_process_group,
-        _SymmetricMemory,
-    )  # not every torch has
-
-    assert dist.group.WORLD is not None, "the ranks have met"
-    if _mapped:
-        raise ConfigError(
-            "this process had an engine with ranks on GPUs, and can have one only: start another process"
-        )
-    _mapped.append(name)
-    _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
-    _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
-    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
-    return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
-
-
-_mapped: list[str] = []  # the group of symmetric memory

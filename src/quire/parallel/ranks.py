@@ -67,11 +67,11 @@ class RankProcesses:
 
     def attach(self, *groups: "Group") -> None:
         """The groups that no rank may wait in once one is gone."""
+        self._groups = groups
         for group in groups:
             group.check = self.check
-        self._groups = groups
-        if self._fault is not None:
-            self._abort()
+            if self._fault is not None:
+                group.abort(str(self._fault))
 
     def send(self, *data: bytes) -> None:
         """Each of them as a frame, to every peer."""
@@ -143,19 +143,12 @@ class RankProcesses:
         for process in self._processes:  # no half of a group goes on
             with suppress(OSError):
                 process.kill()
-        self._abort()
-
-    def _abort(self) -> None:
         for group in self._groups:
-            group.abort(str(self._fault))
+            group.abort(str(fault))
 
 
 class Reporter:
-    """A peer's end of the pipe: beats from a thread, and at most one message that says why it ends.
-
-    The thread also notices when the others hang. A long step does not count: it takes a core's time, as does waiting
-    for a GPU, which spins.
-    """
+    """A peer's end of the pipe: beats from a thread, which also sees if the others hang, and a message if it fails."""
 
     def __init__(self, reports: Connection) -> None:
         self.groups: tuple[Group, ...] = ()  # in which this rank may wait for others
@@ -165,9 +158,12 @@ class Reporter:
         threading.Thread(target=self._beat, name="rank-beats", daemon=True).start()
 
     def run(self, work: Callable[[], object]) -> None:
-        """A part of a step, which may be run by one thread beside that of another."""
+        """A part of a step; another thread may run one meanwhile. What it raises ends the process."""
         self._running.append(work)
-        work()
+        try:
+            work()
+        except BaseException as fault:
+            self.fail(fault)
         self._running.pop()
 
     def _beat(self) -> None:
@@ -177,13 +173,11 @@ class Reporter:
                 with self._lock:
                     self._reports.send_bytes(BEAT)
                 before, used = used, time.process_time()
-                computes = used - before > IDLE_SHARE * BEAT_SECONDS
+                computes = used - before > IDLE_SHARE * BEAT_SECONDS  # or waits for a GPU, which spins
                 hangs = self._running and not computes and not any(group.waits() for group in self.groups)
                 idle = idle + 1 if hangs else 0
                 if idle * BEAT_SECONDS > HUNG_SECONDS:
-                    self.fail(
-                        EngineDead(f"its step hangs: for {HUNG_SECONDS:.0f} s it neither computed nor waited")
-                    )
+                    self.fail(EngineDead(f"its step hung: {HUNG_SECONDS:.0f} s without computing or waiting"))
                 time.sleep(BEAT_SECONDS)
 
     def fail(self, fault: BaseException) -> None:

@@ -26,9 +26,9 @@ from torch._C._distributed_c10d import FileStore
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
-from quire.engine.build.ranks import SHARED_CARD
+from quire.engine.build.ranks import SHARED_CARD, device_groups
 from quire.parallel.group import Group
-from quire.parallel.processes import TorchGroup, device_groups
+from quire.parallel.processes import TorchGroup
 from quire_lab.benchmarks import workloads
 from quire_lab.benchmarks.gpu_sharing import mps
 

@@ -45,14 +45,14 @@ def main() -> None:
             if data == FINISH:
                 if first is not None:
                     first.finish_next()
-                    collector.submit(_collect, runner, reporter)
+                    collector.submit(reporter.run, runner.collect)
                 continue
             step, described = decode_step(data)
             for load, text in zip(step.adapter_loads, described, strict=True):
                 received[load.key] = received_packed((text, next(frames)), read)
             reporter.run(partial(runner.launch, step))
             if first is None:
-                collector.submit(_collect, runner, reporter)
+                collector.submit(reporter.run, runner.collect)
         runner.log_end()
     except StopIteration:
         pass
@@ -83,10 +83,3 @@ def _build(
     runner = parts.runner.runner
     assert isinstance(runner, RankRunner)
     return runner, None if parts.adapters is None else parts.adapters.store.read
-
-
-def _collect(runner: RankRunner, reporter: Reporter) -> None:
-    try:
-        reporter.run(runner.collect)
-    except BaseException as fault:
-        reporter.fail(fault)

@@ -19,13 +19,17 @@ from quire.kernels import native
 from quire.kernels.collective import cpu as collective
 from quire.layers.factory import RankPart
 from quire.parallel.cut import cut_layers, cut_model
-from quire.parallel.processes import START, SharedGroup, TorchGroup, device_groups, shared_file
+from quire.parallel.group import Group
+from quire.parallel.processes import START, SUMS, TURN, SharedGroup, SymmetricGroup, TorchGroup
 from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
 PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.fleet.ray_ranks"}  # programs of ranks 1 and up
+BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
+# of this process, by name: torch numbers what it tells peers, and those of a second one would begin with other numbers
+_symmetric_groups: list[str] = []
 
 
 def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildPlan, RankProcesses]:
@@ -66,8 +70,8 @@ def rank_part(
 ) -> RankPart:
     """What rank `rank` computes, and with whom: ranks of one stage follow each other.
 
-    `memory` is a file without a name, in which ranks on GPUs find each other and those on a CPU exchange all; of ranks on
-    several machines it is the socket with which rank 0 listens at `address`. `check`: raises if a rank has failed.
+    `memory` is a file without a name, in which ranks on GPUs find each other and those on a CPU exchange tensors; of
+    ranks on several machines it is the socket with which rank 0 listens at `address`. `check`: raises if a rank failed.
     """
     device = plan.precision.device
     if device.type == "cuda":
@@ -108,6 +112,26 @@ def rank_part(
     return RankPart(cut, group, ring, layers, everyone)
 
 
+def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
+    """The group of tensors on `device`, and one for tensors on the CPU; of symmetric memory once in a process."""
+    nccl = os.environ.get(BACKEND) == "nccl"
+    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
+    if nccl:
+        return host, host
+    from torch._C._distributed_c10d import (
+        PrefixStore,
+        _register_process_group,
+        _SymmetricMemory,
+    )  # not every torch has
+
+    assert dist.group.WORLD is not None, "the ranks have met"
+    _symmetric_groups.append(name)
+    _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
+    _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
+    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
+    return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
+
+
 def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
     """The store, once all are there, one of which may fail before."""
     store.set(str(rank), "")
@@ -126,7 +150,7 @@ def _meeting_place(parallel: ParallelConfig, device: str) -> tuple[int, str]:
         listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         port = listening.getsockname()[1]
         return listening.detach(), str(port)
-    return shared_file(0 if device == "cuda" else _shared_bytes(parallel)), ""
+    return collective.shared_file(0 if device == "cuda" else _shared_bytes(parallel)), ""
 
 
 def _shared_bytes(parallel: ParallelConfig) -> int:
@@ -177,6 +201,8 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
     elif config.parallel.distributed_executor_backend == "ray" and on_gpu:
         why = "ranks on several machines run on a CPU only so far: leave out distributed_executor_backend"
+    elif on_gpu and _symmetric_groups:
+        why = "this process had such an engine on GPUs, and can have one only: start another process"
     elif (config.parallel.distributed_executor_backend == "ray" or on_gpu) and dist.is_initialized():
         why = "torch.distributed is in use in this process, by an engine perhaps: close it (with NCCL, end the process)"
     elif config.adapters.enabled and on_gpu:

@@ -1,6 +1,8 @@
 """Collectives by native code, over memory that all ranks of a group map (cpp/group.h)."""
 
 import mmap
+import os
+import tempfile
 
 import numpy as np
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels import native
 
+SHARED_FOLDER = "/dev/shm"
 LINE, MAX_RANKS = 64, 64
 HEADER = (2 + 2 * MAX_RANKS) * LINE
 CAPACITY = 4 << 20  # bytes of one rank's buffer: longer messages go in pieces
@@ -15,6 +18,15 @@ SLOTS = 4  # messages on their way between two ranks
 FIELDS = 6  # of the C++ struct, before its counters
 SUM, LARGEST = "sum", "largest"
 _REDUCTIONS = {(torch.float32, SUM): 0, (torch.int32, SUM): 1, (torch.float32, LARGEST): 2}
+
+
+def shared_file(num_bytes: int) -> int:
+    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end."""
+    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
 
 
 def group_bytes(size: int) -> int:
