@@ -19,7 +19,7 @@ from quire.core import errors
 from quire.core.errors import EngineDead, QuireError
 from quire.observe.host import ending, python_command
 
-if TYPE_CHECKING:  # it brings torch, which fleet/ray_ranks.py does without
+if TYPE_CHECKING:  # it brings torch, which link/ray_ranks.py does without
     from quire.parallel.group import Group
 
 BEAT_SECONDS = 0.25

@@ -25,7 +25,7 @@ from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
-PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.fleet.ray_ranks"}  # programs of ranks 1 and up
+PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.link.ray_ranks"}  # programs of ranks 1 and up
 BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
 # of this process, by name: torch numbers what it tells peers, and those of a second one would begin with other numbers
