@@ -17,7 +17,7 @@ from quire.engine.streams import Stream
 from quire.fleet.places import replica_configs
 from quire.fleet.policies import DEFAULT, find_policy
 from quire.fleet.prefixes import Prefix, prefix_of
-from quire.fleet.router import HAND_OVER_TOKENS, Router
+from quire.fleet.router import Router
 from quire.link.channel import Channel
 from quire.link.client import EngineClient, message_of
 from quire.link.messages import Add, Embed, FromEngine, Ready, Updates
@@ -321,7 +321,7 @@ class ReplicaSet:
         prefix, prefill = _together(prefixes), None
         order = self.router.order(prefix, decoding or serving)
         for number in order:
-            if prompts and decoding and self.router.uncached(prefix, number) > HAND_OVER_TOKENS:
+            if prompts and decoding and self.router.prefills_elsewhere(prefix, number):
                 prefill = partial(self._compute, requests, prefixes, self.router.order(prefix, prompts)[0])
             try:
                 return self.replicas[number].take(requests, messages, prefixes, prefill)
