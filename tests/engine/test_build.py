@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from quire.core import laboratory
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.build import assemble, build, ranks, resolve
+from quire.engine.build import assemble, build, peer, ranks, resolve
 from quire.engine.build.resolve import BuildPlan
 from quire.layers.factory import RankPart
 from quire.parallel.group import Group
@@ -82,6 +83,15 @@ def test_a_second_engine_with_ranks_on_gpus_is_refused_before_peers_start(monkey
     monkeypatch.setattr(ranks, "_symmetric_groups", ["ranks"])
     with pytest.raises(ConfigError, match="had such an engine on GPUs, and can have one only: start another"):
         ranks._check(config, model)
+
+
+def test_a_rank_with_other_weights_is_refused():
+    config = EngineConfig.of(tensor_parallel_size=2, num_threads=1)
+    settings = {"config": asdict(config), "version": ranks.VERSION, "fingerprint": "0" * 64, "address": ""}
+    with pytest.raises(
+        ConfigError, match=r"with weights \w{12} here, and .* with 000000000000 on rank 0: start all"
+    ):
+        peer._build(settings, 1, -1, {})
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):

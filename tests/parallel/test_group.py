@@ -150,6 +150,66 @@ def test_gpus_take_turns_with_the_memory_that_all_read(monkeypatch, size):
         list(threads.map(_symmetric, groups))
 
 
+class _SymmetricSums:
+    """What torch.ops.symm_mem does, over the memory of threads; notes the sums that it made."""
+
+    def __init__(self, memory: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self._memory, self._barrier = memory, barrier
+        self.made: list[tuple[str, torch.dtype, int]] = []
+
+    def _sum(self, own: torch.Tensor, how: str, name: str) -> torch.Tensor:
+        assert (how, name) == ("sum", "ranks")
+        self._barrier.wait(60)
+        whole = torch.zeros_like(own)
+        for memory in self._memory:  # in the order of ranks
+            whole += memory[: own.nbytes].view(own.dtype)
+        self._barrier.wait(60)
+        return whole
+
+    def one_shot_all_reduce_out(self, own: torch.Tensor, how: str, name: str, out: torch.Tensor) -> None:
+        self.made.append(("one shot", own.dtype, own.nbytes))
+        out.copy_(self._sum(own, how, name))
+
+    def two_shot_all_reduce_(self, own: torch.Tensor, how: str, name: str) -> None:
+        self.made.append(("two shots", own.dtype, own.nbytes))
+        own.copy_(self._sum(own, how, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_bytes", "pieces"), [(64, [64]), (96, [96]), (256, [256]), (600, [256, 256, 88])]
+)
+def test_sums_over_gpus_are_those_of_ranks_in_pieces_that_fit_their_memory(
+    monkeypatch, dtype, num_bytes, pieces
+):
+    monkeypatch.setattr("quire.parallel.processes.SUMS", 256)
+    monkeypatch.setattr("quire.parallel.processes.ONE_SHOT", 64)
+    barrier = threading.Barrier(2)
+    memory = [torch.zeros(256, dtype=torch.uint8) for _ in range(2)]
+    sums = _SymmetricSums(memory, barrier)
+    monkeypatch.setattr(torch.ops, "symm_mem", sums, raising=False)
+    groups = [SymmetricGroup(rank, 2, memory[rank], _Mapped(memory, barrier), "ranks") for rank in range(2)]
+    summed = torch.float32 if dtype is torch.float16 else dtype  # what the GPUs add in
+    values = [torch.randn(num_bytes // summed.itemsize).to(dtype) for _ in range(2)]
+    wanted = (values[0].to(summed) + values[1].to(summed)).to(dtype)
+    with ThreadPoolExecutor(2) as threads:
+        given = list(threads.map(lambda group: group.all_reduce(values[group.rank], "a"), groups))
+    assert all(
+        found is value and torch.equal(found, wanted) for found, value in zip(given, values, strict=True)
+    )
+    expected = [("one shot" if count <= 64 else "two shots", summed, count) for count in pieces]
+    assert sorted(sums.made) == sorted(expected * 2)
+    assert groups[0].traffic() == {("all_reduce", "a"): values[0].nbytes}
+
+
+def test_sums_over_gpus_are_of_floating_point():
+    group = SymmetricGroup(0, 2, torch.zeros(4), None)
+    with pytest.raises(TypeError, match=r"a sum over GPUs takes floating point, not torch\.int32"):
+        group.all_reduce(torch.zeros(2, dtype=torch.int32), "a")
+    with pytest.raises(TypeError, match="a largest over GPUs takes floating point"):
+        group.all_reduce(torch.zeros(2), "a", LARGEST)
+
+
 def _many_sent(group: Group) -> int:
     for turn in range(40):
         if group.rank == 0:
