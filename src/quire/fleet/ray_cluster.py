@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.core.config import EngineConfig
@@ -23,7 +24,7 @@ class RaySupervisor(Supervisor):
     """One engine process at a time, each on a machine that Ray chooses."""
 
     def __init__(
-        self, cluster: "RayCluster", config: EngineConfig, client: EngineClient, index: int, timeout: float
+        self, cluster: "RayCluster", config: EngineConfig, index: int, timeout: float, client: EngineClient
     ) -> None:
         super().__init__(unbounded(config), client, None, timeout, f"replica {index} engine")
         self._cluster = cluster
@@ -59,12 +60,8 @@ class RayCluster:
         """`rpc_port`: where the first replica connects, the next one at the next port; 0: any free ones."""
         self.host, self._nodes = join(address)
         self.rpc_port = rpc_port
+        self.supervisor = partial(RaySupervisor, self)
         log.info("ray       %d nodes; engines connect to %s", len(self._nodes), self.host)
-
-    def supervisor(
-        self, config: EngineConfig, index: int, timeout: float, client: EngineClient
-    ) -> RaySupervisor:
-        return RaySupervisor(self, config, client, index, timeout)
 
     def configs(self, config: EngineConfig, count: int, roles: Sequence[str] = ()) -> list[EngineConfig]:
         """The settings of each replica. Without GPUs each gets as many cores of one machine as all can have."""

@@ -281,9 +281,7 @@ class ReplicaSet:
     def is_ready(self) -> bool:
         return any(replica.takes_requests for replica in self.replicas)
 
-    @property
-    def can_retry(self) -> bool:
-        return self.is_ready
+    can_retry = is_ready
 
     @property
     def status(self) -> str:
@@ -296,10 +294,6 @@ class ReplicaSet:
     def num_failures(self) -> int:
         """The server is in trouble when every replica is."""
         return min(replica.num_failures for replica in self.replicas)
-
-    @property
-    def num_open(self) -> int:
-        return sum(replica.num_open for replica in self.replicas)
 
     @property
     def has_work(self) -> bool:
