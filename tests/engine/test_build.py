@@ -40,7 +40,7 @@ def test_a_build_that_fails_leaves_no_process_group(monkeypatch):
     def fail(*_arguments: object) -> None:
         raise ConfigError("no")
 
-    part = RankPart(None, Group(), everyone=TorchGroup("gloo", dist.HashStore(), 0, 1))
+    part = RankPart(None, Group(), world=TorchGroup("gloo", dist.HashStore(), 0, 1))
     peers = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(assemble, "start_ranks", lambda *_arguments: (SimpleNamespace(part=part), peers))
     monkeypatch.setattr(assemble, "assemble", fail)
@@ -65,7 +65,7 @@ def test_ranks_on_gpus_find_each_other_in_a_file_that_leaves_nothing(monkeypatch
         return Group(rank, size), Group(rank, size)
 
     monkeypatch.setattr(ranks, "device_groups", exchange)
-    memory, address = ranks._meeting_place(config.parallel, "cuda")
+    memory, address = ranks._rendezvous_place(config.parallel, "cuda")
     assert os.readlink(f"/proc/self/fd/{memory}").endswith("(deleted)")
     with ThreadPoolExecutor(2) as threads:
         parts = list(threads.map(lambda rank: ranks.rank_part(plan, memory, rank, address), range(2)))
@@ -111,8 +111,8 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
 
 
 def test_ranks_on_other_machines_do_not_count_where_memory_is_divided():
-    everyone = SimpleNamespace(numbers=lambda own: [own, own + 1, own])
-    assert BuildPlan.ranks_here(SimpleNamespace(part=SimpleNamespace(everyone=everyone))) == 2
+    world = SimpleNamespace(numbers=lambda own: [own, own + 1, own])
+    assert BuildPlan.ranks_here(SimpleNamespace(part=SimpleNamespace(world=world))) == 2
     assert BuildPlan.ranks_here(SimpleNamespace(part=None)) == 1
 
 

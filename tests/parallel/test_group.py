@@ -142,7 +142,7 @@ def _symmetric(group: SymmetricGroup) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_gpus_take_turns_with_the_memory_that_all_read(monkeypatch, size):
     monkeypatch.setattr("quire.parallel.processes.SUMS", 64)
-    monkeypatch.setattr("quire.parallel.processes.TURN", 32)  # of a gather that takes several turns
+    monkeypatch.setattr("quire.parallel.processes.EXCHANGE_BYTES", 32)  # of a gather that takes several turns
     memory = [torch.zeros(128, dtype=torch.uint8) for _ in range(size)]
     handle = _Mapped(memory, threading.Barrier(size))
     groups = [SymmetricGroup(rank, size, memory[rank], handle) for rank in range(size)]

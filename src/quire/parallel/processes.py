@@ -19,7 +19,7 @@ from quire.observe.logs import get_logger
 from quire.parallel.group import LARGEST, SUM, Group
 
 START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
-SUMS, TURN = 32 << 20, 16 << 20  # bytes of each GPU's rank that others read: for a sum, for another exchange
+SUMS, EXCHANGE_BYTES = 32 << 20, 16 << 20  # of a rank on a GPU, which others read: sums, other exchanges
 ONE_SHOT = 512 << 10  # bytes up to which every rank reads all: longer sums are divided among the ranks
 MOST_VIEWS = 1000
 REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
@@ -164,15 +164,14 @@ class TorchGroup(Group):
 
 
 class SymmetricGroup(Group):
-    """Each rank has memory that all others map. A message goes there; kernels wait for each other on the device.
+    """Each rank has memory that all others map. Messages are written there; kernels wait for each other.
 
-    Sums have the first part of it and wait at both ends. Other exchanges take turns with two parts and wait once: who
-    comes to the next one has read what this one brought. So a CUDA graph may hold sums only. It counts its bytes once,
-    when it is captured.
+    Sums have the first part of it and wait at both ends. Other exchanges use two parts in turn and wait once: a rank at
+    the next one has read this one. So a CUDA graph may hold sums only. Its bytes are counted when it is captured.
     """
 
     def __init__(self, rank: int, size: int, memory: Tensor, handle: Any, name: str = "") -> None:
-        """`memory`: SUMS + 2 * TURN bytes, of which `handle` knows every rank's; torch calls the group `name`."""
+        """`memory`: SUMS + 2 * EXCHANGE_BYTES bytes, of which `handle` knows each rank's. `name`: in torch."""
         super().__init__(rank, size)
         self._memory, self._handle, self._name = memory, handle, name
         self._turn = 0
@@ -198,38 +197,39 @@ class SymmetricGroup(Group):
         return super().all_reduce(x, tag, how)
 
     def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
-        most = TURN // (max(widths) * x.element_size())  # rows at a time
+        most = EXCHANGE_BYTES // (max(widths) * x.element_size())  # rows at a time
         whole = x.new_empty(x.shape[0], sum(widths)) if wanted else x
         for first in range(0, x.shape[0], most):
             rows = x[first : first + most]
-            parts = [self._shown(i, (rows.shape[0], width), x.dtype) for i, width in enumerate(widths)]
+            shapes = [(rows.shape[0], width) for width in widths]
+            parts = [self._exchange_view(i, shape, x.dtype) for i, shape in enumerate(shapes)]
             parts[self.rank].copy_(rows)
-            self._meet()
+            self._barrier()
             if wanted:
                 torch.cat(parts, dim=1, out=whole[first : first + most])
         return whole
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
-        assert x.nbytes <= TURN, "a broadcast is of few tokens"
-        shown = self._shown(0, tuple(x.shape), x.dtype)
+        assert x.nbytes <= EXCHANGE_BYTES, "a broadcast is of few tokens"
+        view = self._exchange_view(0, tuple(x.shape), x.dtype)
         if self.rank == 0:
-            shown.copy_(x)
-        self._meet()
+            view.copy_(x)
+        self._barrier()
         if self.rank > 0:
-            x.copy_(shown)
+            x.copy_(view)
         return super().broadcast(x, tag)
 
-    def _shown(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Where `rank` shows something of this shape in this turn."""
+    def _exchange_view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What `rank` writes in this exchange and all others read."""
         key = (self._turn, rank, shape, dtype)
         if key not in self._views:
             if len(self._views) > MOST_VIEWS:
                 self._views.clear()
-            offset = (SUMS + self._turn * TURN) // dtype.itemsize
+            offset = (SUMS + self._turn * EXCHANGE_BYTES) // dtype.itemsize
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset)
         return self._views[key]
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._turn = 1 - self._turn
         self._handle.barrier()
 

@@ -37,7 +37,7 @@ def main() -> None:
         settings = json.loads(next(frames))
         received: dict[str, PackedAdapter] = {}  # adapters that the next step copies into blocks
         runner, read = _build(settings, rank, memory, received)
-        reporter.groups = (runner.part.group, runner.part.stages, runner.part.everyone)
+        reporter.groups = (runner.part.group, runner.part.stages, runner.part.world)
         collector = ThreadPoolExecutor(1, "rank-results")
         # of several stages: its results come when steps are finished
         first = runner if isinstance(runner, StageRunner) and runner.part.is_first else None

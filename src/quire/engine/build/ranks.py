@@ -20,7 +20,7 @@ from quire.kernels.collective import cpu as collective
 from quire.layers.factory import RankPart
 from quire.parallel.cut import cut_layers, cut_model
 from quire.parallel.group import Group
-from quire.parallel.processes import START, SUMS, TURN, SharedGroup, SymmetricGroup, TorchGroup
+from quire.parallel.processes import EXCHANGE_BYTES, START, SUMS, SharedGroup, SymmetricGroup, TorchGroup
 from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
@@ -40,7 +40,7 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
     device = plan.precision.device.type  # `auto` may be another one on another machine
-    memory, address = _meeting_place(parallel, device)
+    memory, address = _rendezvous_place(parallel, device)
     runner = replace(config.runner, num_threads=plan.num_threads, device=device)
     described: dict[str, Any] = {
         "config": asdict(replace(config, runner=runner)),
@@ -61,7 +61,7 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
         raise
     finally:
         os.close(memory)
-    peers.attach(part.group, part.stages, part.everyone)
+    peers.attach(part.group, part.stages, part.world)
     return replace(plan, part=part), peers
 
 
@@ -79,9 +79,9 @@ def rank_part(
         from torch._C._distributed_c10d import FileStore  # not every torch has it
 
         # torch opens it by its name again and again, so this process keeps it open
-        store = _met(FileStore(f"/proc/self/fd/{os.dup(memory)}", size), rank, size, check)
-        group, everyone = device_groups(store, "ranks", rank, size, device)
-        return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
+        store = _rendezvous(FileStore(f"/proc/self/fd/{os.dup(memory)}", size), rank, size, check)
+        group, world = device_groups(store, "ranks", rank, size, device)
+        return RankPart(cut_model(plan.model, rank, size), group, world=world)
     if not native.available():
         raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
     parallel = plan.config.parallel
@@ -97,8 +97,8 @@ def rank_part(
         listening = TCPStore(
             host or "localhost", int(port), None, rank == 0, START, False, master_listen_fd=own
         )
-        meeting = _met(listening, rank, parallel.num_ranks, check)
-        all_ranks = TorchGroup("gloo", meeting, rank, parallel.num_ranks)
+        store = _rendezvous(listening, rank, parallel.num_ranks, check)
+        all_ranks = TorchGroup("gloo", store, rank, parallel.num_ranks)
         stages = [range(first, first + size) for first in range(0, parallel.num_ranks, size)]
         rings = [range(first, parallel.num_ranks, size) for first in range(size)]
         return RankPart(cut, all_ranks.divided(stages), all_ranks.divided(rings), layers, all_ranks)
@@ -106,10 +106,8 @@ def rank_part(
     of_stage, of_ring = (SharedGroup.num_bytes(collective, count) for count in (size, num_stages))
     group = SharedGroup(collective, mapped, stage * of_stage, within, size)
     ring = SharedGroup(collective, mapped, num_stages * of_stage + within * of_ring, stage, num_stages)
-    everyone = SharedGroup(
-        collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
-    )
-    return RankPart(cut, group, ring, layers, everyone)
+    world = SharedGroup(collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks)
+    return RankPart(cut, group, ring, layers, world)
 
 
 def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
@@ -118,22 +116,19 @@ def device_groups(store: Any, name: str, rank: int, size: int, device: torch.dev
     host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
     if nccl:
         return host, host
-    from torch._C._distributed_c10d import (
-        PrefixStore,
-        _register_process_group,
-        _SymmetricMemory,
-    )  # not every torch has
+    # not every torch has these
+    from torch._C._distributed_c10d import PrefixStore, _register_process_group, _SymmetricMemory
 
-    assert dist.group.WORLD is not None, "the ranks have met"
+    assert dist.group.WORLD is not None, "after the rendezvous"
     _symmetric_groups.append(name)
     _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
     _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
-    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
+    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * EXCHANGE_BYTES,), (1,), torch.uint8, device)
     return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
 
 
-def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
-    """The store, once all are there, one of which may fail before."""
+def _rendezvous(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
+    """Waits until every rank has registered; `check` raises if one failed. Returns the store."""
     store.set(str(rank), "")
     names = [str(each) for each in range(size)]
     while rank == 0 and not store.check(names):
@@ -142,7 +137,7 @@ def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
     return store
 
 
-def _meeting_place(parallel: ParallelConfig, device: str) -> tuple[int, str]:
+def _rendezvous_place(parallel: ParallelConfig, device: str) -> tuple[int, str]:
     """A descriptor that is the first rank's, or shared by all, and the `address` of `rank_part`."""
     if parallel.distributed_executor_backend == "ray":
         both = socket.has_dualstack_ipv6()  # Ray's name for this machine may be of either kind
