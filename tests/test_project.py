@@ -189,6 +189,23 @@ def test_the_budget_gate_counts_the_core_path_without_features_that_hook_in(tmp_
     assert "runner 3,001" in capsys.readouterr().out
 
 
+def test_the_budget_gate_bounds_ranks_and_replicas(tmp_path, capsys):
+    assert budget_gate.main(["parts", str(ROOT)]) == 0
+    package = "src/quire"
+    for name in (
+        "parallel/group.py",
+        "parallel/cut.py",
+        "runner/ranked.py",
+        "runner/runner.py",
+        "fleet/mig.py",
+    ):
+        write(tmp_path, f"{package}/{name}", "x = 1\n" * 333)
+    assert budget_gate.main(["parts", str(tmp_path)]) == 0
+    write(tmp_path, f"{package}/engine/build/peer.py", "x = 1\n" * 2)
+    assert budget_gate.main(["parts", str(tmp_path)]) == 1
+    assert "ranks: 1,001 lines (at most 1,000)" in capsys.readouterr().out
+
+
 def test_the_budget_gate_bounds_lines_and_files_of_the_package(tmp_path, capsys):
     write(tmp_path, "src/quire/a.py", "x = 1\n" * budget_gate.MAX_LINES)
     assert budget_gate.main(["total", str(tmp_path)]) == 0

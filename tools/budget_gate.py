@@ -1,10 +1,10 @@
-"""The budget gate: the core path and the whole package stay below fixed numbers of lines.
+"""The budget gate: the core path, some parts and the whole package stay below fixed numbers of lines.
 
 The core path is what every request runs through between admission and the model: the records of a request and a step,
 `memory`, `scheduler`, `engine` without `engine/build`, and `runner`. Features that hook into it and that a request may
 leave out (FEATURES) have rooms' files of their own and do not count.
 
-Usage: python tools/budget_gate.py core|total [ROOT]. Prints the numbers and exits 1 above a limit.
+Usage: python tools/budget_gate.py core|parts|total [ROOT]. Prints the numbers and exits 1 above a limit.
 """
 
 import sys
@@ -36,6 +36,21 @@ FEATURES = {
     "ranks": ("runner/ranked.py",),
     "prefill hand-over": ("engine/prefill.py",),
 }
+# Parts that have a limit of their own: files and folders. Models behind one port and shares of GPUs are no replicas.
+PARTS = {
+    "ranks": (1_000, ("parallel", "runner/ranked.py", "engine/build/peer.py")),
+    "replicas": (
+        1_300,
+        ("fleet/__init__.py", "fleet/load.py", "fleet/places.py", "fleet/policies.py", "fleet/prefixes.py")
+        + (
+            "fleet/proxy.py",
+            "fleet/ray_cluster.py",
+            "fleet/replicas.py",
+            "fleet/router.py",
+            "fleet/servers.py",
+        ),
+    ),
+}
 
 
 def core_path(package: Path) -> list[Path]:
@@ -65,6 +80,16 @@ def core_budget(package: Path) -> int:
     return 1
 
 
+def parts_budget(package: Path) -> int:
+    exceeded = 0
+    for part, (limit, names) in PARTS.items():
+        files = [path for name in names for path in sorted({package / name, *(package / name).glob("*.py")})]
+        lines = num_lines(path for path in files if path.is_file())
+        print(f"{part}: {lines:,} lines (at most {limit:,})")
+        exceeded += lines > limit
+    return int(exceeded > 0)
+
+
 def total_budget(package: Path) -> int:
     paths = sorted(package.rglob("*.py"))
     lines = num_lines(paths)
@@ -74,12 +99,12 @@ def total_budget(package: Path) -> int:
     return 0 if lines <= MAX_LINES and len(paths) <= MAX_FILES else 1
 
 
-GATES = {"core": core_budget, "total": total_budget}
+GATES = {"core": core_budget, "parts": parts_budget, "total": total_budget}
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in GATES:
-        print("usage: python tools/budget_gate.py core|total [ROOT]")
+        print("usage: python tools/budget_gate.py core|parts|total [ROOT]")
         return 2
     root = Path(arguments[1]) if len(arguments) > 1 else Path(__file__).resolve().parents[1]
     return GATES[arguments[0]](root / "src" / "quire")

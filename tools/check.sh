@@ -35,6 +35,7 @@ check "imports" "" "$PY" tools/imports_gate.py
 check "sizes" "" "$PY" tools/size_gate.py
 check "words" "the glossary, docs/glossary.md, has the words of the field" "$PY" tools/words_gate.py
 check "budget of the core path" "take optional features out of the core path, or merge what is said twice" "$PY" tools/budget_gate.py core
+check "budget of ranks and replicas" "" "$PY" tools/budget_gate.py parts
 check "budget of the package" "" "$PY" tools/budget_gate.py total
 check "commits" "git commit --amend, or git rebase -i" "$PY" tools/commits_gate.py
 check "site" "" "$PY" -m mkdocs build --strict --quiet --site-dir "$scratch/site"

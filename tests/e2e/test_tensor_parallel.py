@@ -3,6 +3,7 @@
 The model has 9 query and 3 key-value heads: two ranks hold 6 and 3 of the former, three hold 3 each.
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,3 +187,72 @@ def test_full_precision_gives_the_tokens_of_transformers(prompts, monkeypatch):
         ConfigError, match=r"rank 1: Quire .* 0\.0\.1 .* on rank 0: start all ranks from one version"
     ):
         LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2)
+
+
+def test_trees_of_drafts_give_the_bits_of_one_rank():
+    prompt = "one two three four one two three five one two three four one two three"
+    trees = {"method": "ngram", "num_speculative_tokens": 4, "tree_width": 3, "adaptive": False}
+    found = []
+    for size in (1, 2):
+        with LLM(
+            use_tqdm=False,
+            num_blocks=60,
+            max_model_len=256,
+            tensor_parallel_size=size,
+            speculative_config=trees,
+        ) as llm:
+            found.append(_facts(llm.generate([prompt, "A list:"], [GREEDY, SEEDED], use_tqdm=False)))
+            assert llm.engine.speculation.stats.num_accepted_tokens > 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_pipeline_of_many_sequences_is_full(stages):
+    with LLM(
+        use_tqdm=False,
+        num_blocks=100,
+        max_model_len=64,
+        max_num_seqs=16,
+        pipeline_parallel_size=stages,
+        num_threads=1,
+    ) as llm:
+        sampling = GREEDY.changed(max_tokens=24, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [5 + i, 9, 11]} for i in range(16)], sampling, use_tqdm=False)
+        steps, collects = llm.engine._runner._stage._in_flight
+    assert steps / collects >= stages - 0.2
+
+
+def test_int4_on_two_ranks_scores_a_text_as_one_rank_does_within_its_rounding():
+    scored = GREEDY.changed(prompt_logprobs=1, max_tokens=8)
+    means, answers = [], []
+    for size in (1, 2):
+        with LLM(
+            use_tqdm=False, num_blocks=40, max_model_len=64, quantization="int4", tensor_parallel_size=size
+        ) as llm:
+            output, again = llm.generate(["The capital of France is a city that"] * 2, scored, use_tqdm=False)
+        answers.append((_facts([output]), _facts([again])))
+        each = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+        means.append(sum(each) / len(each))
+    assert all(first == second for first, second in answers)
+    assert means[1] == pytest.approx(means[0], abs=0.5)  # weights are rounded in other groups
+
+
+def test_a_rank_that_hangs_in_a_step_is_named(monkeypatch):
+    monkeypatch.setitem(ranks.PEERS, "mp", "tests.e2e.hanging_peer")
+    words = "rank 1: its step hung: 1 s without computing or waiting"
+    with (
+        LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2) as llm,
+        pytest.raises(EngineDead, match=words),
+    ):
+        llm.generate(["One, two,"], GREEDY, use_tqdm=False)
+
+
+def test_an_idle_engine_notices_that_a_rank_is_gone():
+    with LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2) as llm:
+        llm.engine.check_ranks()
+        llm.engine._runner._peers._processes[0].kill()
+        deadline = time.monotonic() + 60
+        while llm.engine._runner._peers._fault is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(EngineDead, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+            llm.engine.check_ranks()

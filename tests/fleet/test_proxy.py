@@ -12,8 +12,9 @@ import pytest
 from quire.cli.main import main
 from quire.cli.route import CoalescingTransport
 from quire.core.errors import ConfigError
-from quire.fleet.proxy import MAX_BODY_BYTES, RouterApp
+from quire.fleet.proxy import RouterApp
 from quire.fleet.servers import Servers, prefix_of_body
+from quire.link.http_proxy import MAX_BODY_BYTES
 
 USAGE = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
 

@@ -28,7 +28,8 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch, capsys) -> None:
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    for module in (MODULE, "quire.link.ray_host"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--port", "0", "--data-dir", "none", "-dp", "2", "-dpb", "ray"]) != 0
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]

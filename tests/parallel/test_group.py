@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from quire.kernels import native
 from quire.kernels.collective import cpu
+from quire.kernels.collective.cpu import shared_file
 from quire.kernels.native import Tape
 from quire.parallel.group import LARGEST, Group
-from quire.parallel.processes import SharedGroup, SymmetricGroup, TorchGroup, shared_file
+from quire.parallel.processes import SharedGroup, SymmetricGroup, TorchGroup
 from quire.quant.full import FullPrecision
 
 needs_native = pytest.mark.skipif(not native.available(), reason="shared memory needs the native kernels")
@@ -141,12 +142,72 @@ def _symmetric(group: SymmetricGroup) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_gpus_take_turns_with_the_memory_that_all_read(monkeypatch, size):
     monkeypatch.setattr("quire.parallel.processes.SUMS", 64)
-    monkeypatch.setattr("quire.parallel.processes.TURN", 32)  # of a gather that takes several turns
+    monkeypatch.setattr("quire.parallel.processes.EXCHANGE_BYTES", 32)  # of a gather that takes several turns
     memory = [torch.zeros(128, dtype=torch.uint8) for _ in range(size)]
     handle = _Mapped(memory, threading.Barrier(size))
     groups = [SymmetricGroup(rank, size, memory[rank], handle) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:
         list(threads.map(_symmetric, groups))
+
+
+class _SymmetricSums:
+    """What torch.ops.symm_mem does, over the memory of threads; notes the sums that it made."""
+
+    def __init__(self, memory: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self._memory, self._barrier = memory, barrier
+        self.made: list[tuple[str, torch.dtype, int]] = []
+
+    def _sum(self, own: torch.Tensor, how: str, name: str) -> torch.Tensor:
+        assert (how, name) == ("sum", "ranks")
+        self._barrier.wait(60)
+        whole = torch.zeros_like(own)
+        for memory in self._memory:  # in the order of ranks
+            whole += memory[: own.nbytes].view(own.dtype)
+        self._barrier.wait(60)
+        return whole
+
+    def one_shot_all_reduce_out(self, own: torch.Tensor, how: str, name: str, out: torch.Tensor) -> None:
+        self.made.append(("one shot", own.dtype, own.nbytes))
+        out.copy_(self._sum(own, how, name))
+
+    def two_shot_all_reduce_(self, own: torch.Tensor, how: str, name: str) -> None:
+        self.made.append(("two shots", own.dtype, own.nbytes))
+        own.copy_(self._sum(own, how, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_bytes", "pieces"), [(64, [64]), (96, [96]), (256, [256]), (600, [256, 256, 88])]
+)
+def test_sums_over_gpus_are_those_of_ranks_in_pieces_that_fit_their_memory(
+    monkeypatch, dtype, num_bytes, pieces
+):
+    monkeypatch.setattr("quire.parallel.processes.SUMS", 256)
+    monkeypatch.setattr("quire.parallel.processes.ONE_SHOT", 64)
+    barrier = threading.Barrier(2)
+    memory = [torch.zeros(256, dtype=torch.uint8) for _ in range(2)]
+    sums = _SymmetricSums(memory, barrier)
+    monkeypatch.setattr(torch.ops, "symm_mem", sums, raising=False)
+    groups = [SymmetricGroup(rank, 2, memory[rank], _Mapped(memory, barrier), "ranks") for rank in range(2)]
+    summed = torch.float32 if dtype is torch.float16 else dtype  # what the GPUs add in
+    values = [torch.randn(num_bytes // summed.itemsize).to(dtype) for _ in range(2)]
+    wanted = (values[0].to(summed) + values[1].to(summed)).to(dtype)
+    with ThreadPoolExecutor(2) as threads:
+        given = list(threads.map(lambda group: group.all_reduce(values[group.rank], "a"), groups))
+    assert all(
+        found is value and torch.equal(found, wanted) for found, value in zip(given, values, strict=True)
+    )
+    expected = [("one shot" if count <= 64 else "two shots", summed, count) for count in pieces]
+    assert sorted(sums.made) == sorted(expected * 2)
+    assert groups[0].traffic() == {("all_reduce", "a"): values[0].nbytes}
+
+
+def test_sums_over_gpus_are_of_floating_point():
+    group = SymmetricGroup(0, 2, torch.zeros(4), None)
+    with pytest.raises(TypeError, match=r"a sum over GPUs takes floating point, not torch\.int32"):
+        group.all_reduce(torch.zeros(2, dtype=torch.int32), "a")
+    with pytest.raises(TypeError, match="a largest over GPUs takes floating point"):
+        group.all_reduce(torch.zeros(2), "a", LARGEST)
 
 
 def _many_sent(group: Group) -> int:
@@ -199,6 +260,25 @@ def test_a_tape_replays_a_collective_and_its_bytes_are_counted_each_time():
     for found, traffic in _run(_taped, _shared, descriptor, 2):
         assert found == [1.0, 3.0, 5.0]
         assert traffic == {("all_reduce", "taped"): 4 * 16}
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("call", ["numbers", "receive"])
+@needs_native
+def test_a_rank_that_waits_for_another_is_seen_to(call):
+    descriptor = shared_file(SharedGroup.num_bytes(cpu, 2))
+    group = _shared(descriptor, 0, 2)
+    assert not group.waits()
+    arguments = (0,) if call == "numbers" else (torch.empty(4), 1, "a")
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(getattr(group, call), *arguments)
+        deadline = time.monotonic() + 60
+        while not group.waits():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        group.abort()
+        result.result(60)
+    assert not group.waits()
     os.close(descriptor)
 
 

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,10 +16,11 @@ from quire.core.errors import ConfigError, EngineDead, QuireError
 from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import AdapterLoad, HostTransfers, RowStart, Step
+from quire.kernels.collective.cpu import shared_file
 from quire.parallel.group import Group
-from quire.parallel.processes import shared_file
 from quire.parallel.ranks import RankProcesses
 from quire.parallel.wire import decode_step, encode_step
+from quire.runner.ranked import RankedRunner
 
 
 class Waiting(Group):
@@ -88,6 +90,27 @@ def test_a_rank_that_is_killed_or_stopped_is_named_within_two_seconds(number, wo
         assert "rank 1 (pid " in text
         assert words in text
         took.append(seconds)
+
+
+def test_a_rank_that_hangs_in_a_step_is_named():
+    text, kind, _ = _fault("hang in a step", frames=[b"step"])
+    assert kind is EngineDead
+    assert text.startswith("rank 1: its step hung: ")
+
+
+@pytest.mark.parametrize("does", ["compute in a step", "wait in a step"])
+def test_a_rank_that_takes_long_or_waits_for_another_is_not_named(does):
+    text, kind, _ = _fault(does, frames=[b"step"])
+    assert (text, kind) == ("rank 1: the step has ended", ConfigError)
+
+
+def test_peers_end_although_the_runner_of_rank_0_cannot_be_closed():
+    local, peers = MagicMock(), MagicMock()
+    local.close.side_effect = RuntimeError("the device is gone")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        RankedRunner(local, peers).close()
+    peers.close.assert_called_once()
+    local.part.close.assert_called_once()
 
 
 def test_ten_thousand_random_frames_are_no_steps_and_each_says_so():

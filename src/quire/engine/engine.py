@@ -61,9 +61,13 @@ class EngineCore(ABC, Generic[U]):
 
     adapters: Adapters | None = None  # None: they are off
 
-    def __init__(self, limits: Limits, runner: Any, steps_in_flight: int) -> None:
+    def __init__(
+        self, limits: Limits, runner: Any, steps_in_flight: int, check_ranks: Callable[[], None] | None = None
+    ) -> None:
         """`runner` launches and collects the subclass's kind of step, as a StepRunner does."""
         self.limits = limits
+        # raises EngineDead if a rank that the steps need is gone
+        self.check_ranks = check_ranks or (lambda: None)
         self.stats = StepStats()
         self._runner = runner
         self._in_flight: deque[Any] = deque()  # scheduled steps
@@ -146,12 +150,6 @@ class EngineCore(ABC, Generic[U]):
     def check_integrity(self) -> None:
         """Recounts the pool. RuntimeError says what is wrong."""
 
-    def check_ranks(self) -> None:
-        """Raises EngineDead if a rank that the steps need is gone."""
-        check = getattr(self._runner, "check", None)  # of a runner on several ranks
-        if check is not None:
-            check()
-
     def close(self) -> None:
         """Waits for the steps in flight and drops their results. Calling it twice is fine."""
         self._in_flight.clear()
@@ -175,11 +173,12 @@ class Engine(EngineCore[SequenceUpdate]):
         adapters: Adapters | None = None,
         when_filling: Callable[[], None] | None = None,
         in_new_thread: Callable[[], None] | None = None,
+        check_ranks: Callable[[], None] | None = None,
     ):
         """`when_filling` is called once, when the pool is FILLING for the first time. `in_new_thread` must be called by
         a thread that steps the engine and did not build it. `adapters`: None if they are off.
         """
-        super().__init__(limits, runner, config.steps_in_flight)
+        super().__init__(limits, runner, config.steps_in_flight, check_ranks)
         self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self.in_new_thread = in_new_thread

@@ -17,7 +17,7 @@ from quire.engine.streams import Stream
 from quire.fleet.places import replica_configs
 from quire.fleet.policies import DEFAULT, find_policy
 from quire.fleet.prefixes import Prefix, prefix_of
-from quire.fleet.router import HAND_OVER_TOKENS, Router
+from quire.fleet.router import Router
 from quire.link.channel import Channel
 from quire.link.client import EngineClient, message_of
 from quire.link.messages import Add, Embed, FromEngine, Ready, Updates
@@ -281,9 +281,7 @@ class ReplicaSet:
     def is_ready(self) -> bool:
         return any(replica.takes_requests for replica in self.replicas)
 
-    @property
-    def can_retry(self) -> bool:
-        return self.is_ready
+    can_retry = is_ready
 
     @property
     def status(self) -> str:
@@ -296,10 +294,6 @@ class ReplicaSet:
     def num_failures(self) -> int:
         """The server is in trouble when every replica is."""
         return min(replica.num_failures for replica in self.replicas)
-
-    @property
-    def num_open(self) -> int:
-        return sum(replica.num_open for replica in self.replicas)
 
     @property
     def has_work(self) -> bool:
@@ -321,7 +315,7 @@ class ReplicaSet:
         prefix, prefill = _together(prefixes), None
         order = self.router.order(prefix, decoding or serving)
         for number in order:
-            if prompts and decoding and self.router.uncached(prefix, number) > HAND_OVER_TOKENS:
+            if prompts and decoding and self.router.prefills_elsewhere(prefix, number):
                 prefill = partial(self._compute, requests, prefixes, self.router.order(prefix, prompts)[0])
             try:
                 return self.replicas[number].take(requests, messages, prefixes, prefill)

@@ -85,9 +85,10 @@ class Router:
         if num_found < routed.num_known:
             load.shadow.drop_until(routed.used[num_found])
 
-    def uncached(self, prefix: Prefix, replica: int) -> int:
-        """Tokens that the replica would compute."""
-        return prefix.num_tokens - prefix.tokens_of(self.loads[replica].shadow.match(prefix.hashes))
+    def prefills_elsewhere(self, prefix: Prefix, replica: int) -> bool:
+        """Whether so little of the prompt is cached there that a prefill replica should compute it first."""
+        known = prefix.tokens_of(self.loads[replica].shadow.match(prefix.hashes))
+        return prefix.num_tokens - known > HAND_OVER_TOKENS
 
     def known_tokens(self, request_id: str) -> int:
         """Tokens of an open request that its replica was thought to have."""

@@ -11,7 +11,7 @@ import msgspec
 from quire.core.errors import ConfigError
 from quire.fleet.policies import DEFAULT, find_policy
 from quire.fleet.prefixes import Prefix, prefix_of
-from quire.fleet.router import HAND_OVER_TOKENS, Router
+from quire.fleet.router import Router
 from quire.link.http_client import ConnectionLost, HttpClient
 from quire.observe.logs import get_logger
 
@@ -154,9 +154,8 @@ class Servers:
 
     def prefill(self, prefix: Prefix, number: int) -> list[int]:
         """Servers that should compute the prompt before that server answers, the best first."""
-        if self.servers[number].role == "prefill" or self.router.uncached(prefix, number) <= HAND_OVER_TOKENS:
-            return []
-        return self._order(prefix, "prefill")
+        wanted = self.servers[number].role != "prefill" and self.router.prefills_elsewhere(prefix, number)
+        return self._order(prefix, "prefill") if wanted else []
 
     def _order(self, prefix: Prefix, role: str) -> list[int]:
         candidates = [n for n, server in enumerate(self.servers) if server.is_up and server.role == role]

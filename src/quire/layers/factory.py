@@ -44,14 +44,14 @@ class RankPart:
     # Ranks that pass hidden states on; the first embeds and has the output head.
     stages: Group = field(default_factory=Group)
     layers: tuple[int, int] | None = None  # of this stage; None: all
-    everyone: Group = field(default_factory=Group)  # all ranks of all stages
+    world: Group = field(default_factory=Group)  # all ranks of all stages
 
     @property
     def is_first(self) -> bool:
         return self.stages.rank == 0
 
     def close(self) -> None:
-        self.everyone.close()
+        self.world.close()
 
     def __str__(self) -> str:
         if self.layers is None:

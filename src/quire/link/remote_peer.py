@@ -1,6 +1,6 @@
 """A rank on another machine than rank 0: `main` with the arguments ADDRESS PIPE RANK, keys on stdin.
 
-Passes messages between the rank's process and `fleet/ray_ranks.py`, which stands in its place beside rank 0.
+Passes messages between the rank's process and `link/ray_ranks.py`, which stands in its place beside rank 0.
 """
 
 import os

@@ -36,6 +36,7 @@ class Group:
         self._tags: dict[str, int] = {}
         self._counters = np.zeros(len(KINDS) * MAX_TAGS, np.int64)  # payload bytes
         self.check: Callable[[], None] = lambda: None  # raises if a rank is gone
+        self._waits = False
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         """x, dense, becomes the sum (or the largest value) over all ranks; returns x."""
@@ -105,6 +106,10 @@ class Group:
         first = sum(widths[: self.rank])
         whole[:, first : first + x.shape[1]] = x
         return whole
+
+    def waits(self) -> bool:
+        """Whether a call waits for another rank, on the host."""
+        return self._waits
 
     def abort(self, why: str = "") -> None:
         """A rank is gone: no other one waits any longer."""

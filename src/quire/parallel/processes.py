@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,27 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
 from quire.parallel.group import LARGEST, SUM, Group
 
-SHARED_FOLDER = "/dev/shm"
 START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
-BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
-SUMS, TURN = 32 << 20, 16 << 20  # bytes of each GPU's rank that others read: for a sum, for another exchange
+SUMS, EXCHANGE_BYTES = 32 << 20, 16 << 20  # of a rank on a GPU, which others read: sums, other exchanges
 ONE_SHOT = 512 << 10  # bytes up to which every rank reads all: longer sums are divided among the ranks
 MOST_VIEWS = 1000
 REASON_SECONDS = 3.0  # within which it is known why a rank's connections are lost
 log = get_logger(__name__)
-
-
-def shared_file(num_bytes: int) -> int:
-    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end."""
-    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
 
 
 class SharedGroup(Group):
@@ -83,6 +70,9 @@ class SharedGroup(Group):
     def _counted(self) -> np.ndarray:
         return sum((channel.counters for channel in self._channels.values()), start=self._all.counters)
 
+    def waits(self) -> bool:
+        return any(endpoint.waiting[0] for endpoint in (self._all, *self._channels.values()))
+
     def abort(self, why: str = "") -> None:
         for endpoint in (self._all, *self._channels.values()):
             endpoint.abort()
@@ -105,7 +95,7 @@ class TorchGroup(Group):
         super().__init__(rank, size)
         self._members, self._torch = members or range(size), group
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._waits, self._on_gpus = False, "nccl" in backend
+        self._on_gpus = "nccl" in backend
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
         self._world = dist.group.WORLD
@@ -161,9 +151,7 @@ class TorchGroup(Group):
         return super().receive(x, source, tag)
 
     def abort(self, why: str = "") -> None:
-        """What waits fails with the connection. Where that is still open, the machine being off, the process ends, and
-        where a kernel may wait.
-        """
+        """What waits fails with its connection. If that is open (a machine is off), or with NCCL, the process ends."""
         time.sleep(REASON_SECONDS)
         if self._waits or self._on_gpus:
             log.error("the engine stopped: %s", why)
@@ -176,21 +164,19 @@ class TorchGroup(Group):
 
 
 class SymmetricGroup(Group):
-    """Each rank has memory that all others map. A message goes there; kernels wait for each other on the device.
+    """Each rank has memory that all others map. Messages are written there; kernels wait for each other.
 
-    Sums have the first part of it and wait at both ends. Other exchanges take turns with two parts and wait once: who
-    comes to the next one has read what this one brought. So a CUDA graph may hold sums only. It counts its bytes once,
-    when it is captured.
+    Sums have the first part of it and wait at both ends. Other exchanges use two parts in turn and wait once: a rank at
+    the next one has read this one. So a CUDA graph may hold sums only. Its bytes are counted when it is captured.
     """
 
     def __init__(self, rank: int, size: int, memory: Tensor, handle: Any, name: str = "") -> None:
-        """`memory`: SUMS + 2 * TURN bytes, of which `handle` knows every rank's; torch calls the group `name`."""
+        """`memory`: SUMS + 2 * EXCHANGE_BYTES bytes, of which `handle` knows each rank's. `name`: in torch."""
         super().__init__(rank, size)
         self._memory, self._handle, self._name = memory, handle, name
         self._turn = 0
-        self._views: dict[
-            tuple[Any, ...], Tensor
-        ] = {}  # of ranks' memory: making one takes as long as a launch
+        # of ranks' memory: making one takes as long as a launch
+        self._views: dict[tuple[Any, ...], Tensor] = {}
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         """In the order of ranks, so that all of them get the same bits."""
@@ -211,38 +197,39 @@ class SymmetricGroup(Group):
         return super().all_reduce(x, tag, how)
 
     def _gathered(self, x: Tensor, widths: tuple[int, ...], wanted: bool) -> Tensor:
-        most = TURN // (max(widths) * x.element_size())  # rows at a time
+        most = EXCHANGE_BYTES // (max(widths) * x.element_size())  # rows at a time
         whole = x.new_empty(x.shape[0], sum(widths)) if wanted else x
         for first in range(0, x.shape[0], most):
             rows = x[first : first + most]
-            parts = [self._shown(i, (rows.shape[0], width), x.dtype) for i, width in enumerate(widths)]
+            shapes = [(rows.shape[0], width) for width in widths]
+            parts = [self._exchange_view(i, shape, x.dtype) for i, shape in enumerate(shapes)]
             parts[self.rank].copy_(rows)
-            self._meet()
+            self._barrier()
             if wanted:
                 torch.cat(parts, dim=1, out=whole[first : first + most])
         return whole
 
     def broadcast(self, x: Tensor, tag: str) -> Tensor:
-        assert x.nbytes <= TURN, "a broadcast is of few tokens"
-        shown = self._shown(0, tuple(x.shape), x.dtype)
+        assert x.nbytes <= EXCHANGE_BYTES, "a broadcast is of few tokens"
+        view = self._exchange_view(0, tuple(x.shape), x.dtype)
         if self.rank == 0:
-            shown.copy_(x)
-        self._meet()
+            view.copy_(x)
+        self._barrier()
         if self.rank > 0:
-            x.copy_(shown)
+            x.copy_(view)
         return super().broadcast(x, tag)
 
-    def _shown(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Where `rank` shows something of this shape in this turn."""
+    def _exchange_view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What `rank` writes in this exchange and all others read."""
         key = (self._turn, rank, shape, dtype)
         if key not in self._views:
             if len(self._views) > MOST_VIEWS:
                 self._views.clear()
-            offset = (SUMS + self._turn * TURN) // dtype.itemsize
+            offset = (SUMS + self._turn * EXCHANGE_BYTES) // dtype.itemsize
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset)
         return self._views[key]
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._turn = 1 - self._turn
         self._handle.barrier()
 
@@ -250,32 +237,3 @@ class SymmetricGroup(Group):
         """A kernel that waits for a rank cannot be ended: the process is, and its supervisor starts another."""
         log.error("the engine stopped: %s", why)
         os._exit(1)
-
-
-def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
-    """The group of tensors on `device`, and one for tensors on the CPU: once in a process, since torch numbers what it
-    tells peers of symmetric memory, and later peers would begin with other numbers.
-    """
-    nccl = os.environ.get(BACKEND) == "nccl"
-    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
-    if nccl:
-        return host, host
-    from torch._C._distributed_c10d import (
-        PrefixStore,
-        _register_process_group,
-        _SymmetricMemory,
-    )  # not every torch has
-
-    assert dist.group.WORLD is not None, "the ranks have met"
-    if _mapped:
-        raise ConfigError(
-            "this process had an engine with ranks on GPUs, and can have one only: start another process"
-        )
-    _mapped.append(name)
-    _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
-    _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
-    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * TURN,), (1,), torch.uint8, device)
-    return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
-
-
-_mapped: list[str] = []  # the group of symmetric memory

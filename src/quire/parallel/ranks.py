@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -19,7 +19,7 @@ from quire.core import errors
 from quire.core.errors import EngineDead, QuireError
 from quire.observe.host import ending, python_command
 
-if TYPE_CHECKING:  # it brings torch, which fleet/ray_ranks.py does without
+if TYPE_CHECKING:  # it brings torch, which link/ray_ranks.py does without
     from quire.parallel.group import Group
 
 BEAT_SECONDS = 0.25
@@ -27,6 +27,8 @@ LATE_SECONDS = 1.0  # without a beat: the process is looked at
 SILENT_SECONDS = 20.0  # without a beat, on a machine that may be out of memory
 START_SECONDS = 300.0  # before the first beat
 CLOSE_SECONDS = 3.0
+HUNG_SECONDS = 20.0  # in which a rank with work neither computes nor waits for another one
+IDLE_SHARE = 0.01  # of one core's time: below it, a process does not compute
 MAX_REPORT = 1 << 20  # bytes
 BEAT = b""
 
@@ -65,11 +67,11 @@ class RankProcesses:
 
     def attach(self, *groups: "Group") -> None:
         """The groups that no rank may wait in once one is gone."""
+        self._groups = groups
         for group in groups:
             group.check = self.check
-        self._groups = groups
-        if self._fault is not None:
-            self._abort()
+            if self._fault is not None:
+                group.abort(str(self._fault))
 
     def send(self, *data: bytes) -> None:
         """Each of them as a frame, to every peer."""
@@ -141,26 +143,41 @@ class RankProcesses:
         for process in self._processes:  # no half of a group goes on
             with suppress(OSError):
                 process.kill()
-        self._abort()
-
-    def _abort(self) -> None:
         for group in self._groups:
-            group.abort(str(self._fault))
+            group.abort(str(fault))
 
 
 class Reporter:
-    """A peer's end of the pipe: beats from a thread, and at most one message that says why it ends."""
+    """A peer's end of the pipe: beats from a thread, which also sees if the others hang, and a message if it fails."""
 
     def __init__(self, reports: Connection) -> None:
+        self.groups: tuple[Group, ...] = ()  # in which this rank may wait for others
         self._reports = reports
+        self._running: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._beat, name="rank-beats", daemon=True).start()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """A part of a step; another thread may run one meanwhile. What it raises ends the process."""
+        self._running.append(work)
+        try:
+            work()
+        except BaseException as fault:
+            self.fail(fault)
+        self._running.pop()
+
     def _beat(self) -> None:
+        used, idle = 0.0, 0  # seconds of cores; beats in which nothing was done
         with suppress(OSError):
             while True:
                 with self._lock:
                     self._reports.send_bytes(BEAT)
+                before, used = used, time.process_time()
+                computes = used - before > IDLE_SHARE * BEAT_SECONDS  # or waits for a GPU, which spins
+                hangs = self._running and not computes and not any(group.waits() for group in self.groups)
+                idle = idle + 1 if hangs else 0
+                if idle * BEAT_SECONDS > HUNG_SECONDS:
+                    self.fail(EngineDead(f"its step hung: {HUNG_SECONDS:.0f} s without computing or waiting"))
                 time.sleep(BEAT_SECONDS)
 
     def fail(self, fault: BaseException) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.adapters.packing import MAX_TILES
-from quire.adapters.peft import PackedAdapter
+from quire.adapters.peft import PackedAdapter, describe_packed
 from quire.core.request import Ints
 from quire.core.step import AdapterLoad, Step
 from quire.kernels import registry
@@ -169,6 +170,12 @@ class AdapterSlots:
             self._compile_place()
 
     # ------------------------------------------------------------------ what a step changes
+
+    def packed_loads(self, step: Step) -> list[tuple[Any, bytes]]:
+        """The step's loads for other ranks, which read no files: what describes each, and its bytes."""
+        if (origin := self.origin) is not None:
+            return [(origin(load.key), b"") for load in step.adapter_loads]
+        return [describe_packed(fetched.packed) for fetched in self.fetch(step)]
 
     def fetch(self, step: Step) -> tuple[Fetched, ...]:
         """The host copies of the step's loads, taken while they are sure to be there."""

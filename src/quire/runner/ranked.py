@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.adapters.peft import describe_packed
 from quire.core.errors import DeviceMemoryFull, EngineDead
 from quire.core.step import Step, StepResult
 from quire.layers.factory import RankPart
 from quire.models.stage import Stage
 from quire.observe.logs import get_logger
 from quire.parallel.ranks import RankProcesses
-from quire.parallel.wire import Blob, encode_step
+from quire.parallel.wire import encode_step
 from quire.runner.cpu import CpuOps
 from quire.runner.device_ops import ForwardPass
 from quire.runner.runner import Runner, _Launched
@@ -39,13 +38,9 @@ class RankRunner(Runner):
         super().__init__(*arguments)
         self.part = part
 
-    def packed_loads(self, step: Step) -> list[Blob]:
-        """The adapters that the step copies into blocks: every rank gets rank 0's copies and reads no files."""
-        if self._adapters is None or not step.adapter_loads:
-            return []
-        if (origin := self._adapters.origin) is not None:
-            return [(origin(load.key), b"") for load in step.adapter_loads]
-        return [describe_packed(fetched.packed) for fetched in self._adapters.fetch(step)]
+    def encoded(self, step: Step) -> tuple[bytes, ...]:
+        """The step for the peers, with the adapters that it copies into blocks."""
+        return encode_step(step, self._adapters.packed_loads(step) if self._adapters is not None else ())
 
     def log_end(self) -> None:
         """Of stages: how full the pipeline was, and how long this one waited for others."""
@@ -148,7 +143,7 @@ class RankedRunner:
 
     def launch(self, step: Step) -> None:
         self._peers.check()
-        self._peers.send(*encode_step(step, self._local.packed_loads(step)))
+        self._peers.send(*self._local.encoded(step))
         try:
             self._local.launch(step)
         except DeviceMemoryFull as full:  # the peers go on with a step that this rank gave up
@@ -157,26 +152,26 @@ class RankedRunner:
     def mask(self, mask: TokenMask) -> None:
         if self._stage is None:
             self._local.mask(mask)
-            return
-        self._num_masked += 1
-        self._finish(self._stage, mask)
+        else:
+            self._num_masked += 1
+            self._peers.send(FINISH)
+            self._stage.finish_next(mask)
 
     def collect(self) -> StepResult:
         if self._num_masked:
             self._num_masked -= 1
         elif self._stage is not None:
-            self._finish(self._stage, None)
+            self._peers.send(FINISH)
+            self._stage.finish_next()
         try:
             return self._local.collect()
         finally:
             self._peers.check()  # without a rank, the result or the error means nothing
 
-    def _finish(self, stage: StageRunner, mask: TokenMask | None) -> None:
-        self._peers.send(FINISH)
-        stage.finish_next(mask)
-
     def close(self) -> None:
-        self._local.log_end()
-        self._local.close()  # while the peers live: a kernel of an open step waits for them
-        self._peers.close()
-        self._local.part.close()
+        try:
+            self._local.log_end()
+            self._local.close()  # while the peers live: a kernel of an open step waits for them
+        finally:
+            self._peers.close()
+            self._local.part.close()

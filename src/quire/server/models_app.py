@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 from quire import __version__
 from quire.core.errors import EngineDead, QuireError
 from quire.fleet.model_set import CannotStart, ModelProcess, ModelSet, UnknownModel, keep_alive_seconds
-from quire.fleet.proxy import (
+from quire.link.http_client import ConnectionLost, HttpClient
+from quire.link.http_proxy import (
     MAX_BODY_BYTES,
     ClientLeft,
     Reply,
@@ -24,7 +25,6 @@ from quire.fleet.proxy import (
     request_target,
     while_connected,
 )
-from quire.link.http_client import ConnectionLost, HttpClient
 from quire.server.access import (
     ENGINE_PATHS,
     MODEL_CHANGES,

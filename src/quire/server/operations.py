@@ -89,7 +89,7 @@ def operations_router(service: Service) -> APIRouter:
         with engine_call():
             serving = [engine for engine in client.engines if engine.is_ready] or client.engines
             recounts = [await engine.check_integrity() for engine in serving]
-        return JsonReply(_recounted(recounts, client.num_open))
+        return JsonReply(_recounted(recounts, sum(engine.num_open for engine in client.engines)))
 
     @router.post("/v1/load_lora_adapter", responses=ERRORS)
     async def load_lora_adapter(body: LoadLora) -> Response:

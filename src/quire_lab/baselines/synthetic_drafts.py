@@ -31,7 +31,7 @@ class SyntheticProposer:
     ) -> None:
         self._answers = answers
         self._vocab_size = vocab_size
-        self._agreement, self._rescue = acceptance_rate, branch_acceptance
+        self._acceptance_rate, self._branch_acceptance = acceptance_rate, branch_acceptance
         self._random = random.Random(seed)
 
     def guess(self, sequence: Sequence) -> int | None:
@@ -61,8 +61,8 @@ class SyntheticProposer:
         coming = answer[sequence.num_outputs : sequence.num_outputs + room.length]
         if not coming:
             return TokenTree()
-        right = 0 if chance() < self._agreement else None  # the branch that begins right
-        if right is None and room.width > 1 and chance() < self._rescue:
+        right = 0 if chance() < self._acceptance_rate else None  # the branch that begins right
+        if right is None and room.width > 1 and chance() < self._branch_acceptance:
             right = self._random.randrange(1, room.width)
         taken = {coming[0]}
         drafts = []
@@ -75,7 +75,7 @@ class SyntheticProposer:
     def _continued(self, coming: Listed[int], is_right: bool) -> list[int]:
         tokens = []
         for token_id in coming[1:]:
-            is_right = is_right and self._random.random() < self._agreement
+            is_right = is_right and self._random.random() < self._acceptance_rate
             tokens.append(token_id if is_right else self._other({token_id}))
         return tokens
 

@@ -20,7 +20,7 @@ from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
 from quire.kernels import native
 from quire.kernels.collective import cpu as collective
-from quire.parallel.processes import SharedGroup, shared_file
+from quire.parallel.processes import SharedGroup
 
 WIDTH = 576
 ROWS = (1, 8, 32, 128, 512)
@@ -53,7 +53,7 @@ def _sums(descriptor: int, rank: int, results: Any) -> None:
 
 def sums() -> dict[str, list[float]]:
     """Microseconds of an all-reduce of float32, called from Python: p10 and p50."""
-    descriptor = shared_file(SharedGroup.num_bytes(collective, 2))
+    descriptor = collective.shared_file(SharedGroup.num_bytes(collective, 2))
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     ranks = [context.Process(target=_sums, args=(descriptor, rank, results)) for rank in (0, 1)]

@@ -1,7 +1,7 @@
 """Two ranks that share one GPU under MPS, beside one rank: `python -m quire_lab.benchmarks.ranks_gpu [--output FILE]`.
 
 Tokens and logprobs with `--deterministic`, whether decodes are replayed as CUDA graphs with the sums inside, how long
-sums take there, what a step costs the host, and the bytes. Every part has processes of its own; one that says nothing
+sums take there, what a step costs the host, and the bytes. Every part has processes of its own; one without a heartbeat
 for a minute is ended, and each of its ranks prints its stacks. `--device cpu` tries the script itself. The exit status
 is the number of lines that fail.
 """
@@ -26,9 +26,9 @@ from torch._C._distributed_c10d import FileStore
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
-from quire.engine.build.ranks import SHARED_CARD
+from quire.engine.build.ranks import SHARED_CARD, device_groups
 from quire.parallel.group import Group
-from quire.parallel.processes import TorchGroup, device_groups
+from quire.parallel.processes import TorchGroup
 from quire_lab.benchmarks import workloads
 from quire_lab.benchmarks.gpu_sharing import mps
 
@@ -52,7 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="sums,tokens,bytes,host", help="comma-separated parts")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds that a part may say nothing")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds without a heartbeat of a part")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -78,7 +78,7 @@ class PairCheck:
         self.device: str = options.device
         self.lines: list[dict[str, Any]] = []
         self._output: Path | None = options.output
-        self._patience: float = options.patience
+        self._timeout: float = options.timeout
         self._environment = {**os.environ, **environment}
         self._began = time.perf_counter()
 
@@ -101,24 +101,24 @@ class PairCheck:
                 command = [sys.executable, "-m", __spec__.name, "--device", self.device]
                 command += ["--folder", str(folder), "--child", *child]
                 processes.append(subprocess.Popen(command, env=self._environment, start_new_session=True))
-            fault = _watch(processes, folders, self._patience)
+            fault = _watch(processes, folders, self._timeout)
             if fault:
                 self.say(" ".join(children[0]), False, error=fault)
                 return None
             return [json.loads((folder / "result.json").read_text()) for folder in folders]
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], folders: list[Path], patience: float) -> str:
-    """Why they failed. They tell that they live by changing their folder; each that does not prints its stacks."""
+def _watch(processes: list[subprocess.Popen[bytes]], folders: list[Path], timeout: float) -> str:
+    """Why they failed. A heartbeat changes a folder; without one for so long each process prints its stacks."""
     while any(process.poll() is None for process in processes):
         time.sleep(0.1)
         if any(process.poll() for process in processes):
             fault = "a process ended with code " + str([process.poll() for process in processes])
-        elif time.time() - max(folder.stat().st_mtime for folder in folders) > patience:
-            fault = f"no word for {patience:.0f} s: the stacks of all ranks are above"
+        elif time.time() - max(folder.stat().st_mtime for folder in folders) > timeout:
+            fault = f"no heartbeat for {timeout:.0f} s: the stacks of all ranks are above"
         else:
             continue
-        for pid in [pid for process in processes for pid in _family(process.pid)]:
+        for pid in [pid for process in processes for pid in process_tree(process.pid)]:
             print(f"--- process {pid}", file=sys.stderr, flush=True)
             try:
                 os.kill(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
@@ -132,16 +132,16 @@ def _watch(processes: list[subprocess.Popen[bytes]], folders: list[Path], patien
     return f"a process ended with code {codes}" if any(codes) else ""
 
 
-def _family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """The process and all that it started."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [pid, *(each for child in children for each in _family(int(child)))]
+    return [pid, *(each for child in children for each in process_tree(int(child)))]
 
 
-def word(folder: Path, number: int = 0) -> None:
+def heartbeat(folder: Path, number: int = 0) -> None:
     (folder / f"alive-{time.monotonic_ns()}-{number}").touch()
 
 
@@ -176,7 +176,7 @@ def sums_child(device: str, folder: Path, meeting: str, rank: str) -> None:
         group, host = device_groups(store, "sums", own, 2, target)
     else:
         group = host = TorchGroup("gloo", store, own, 2)
-    word(folder)
+    heartbeat(folder)
     result: dict[str, Any] = {"right": True, "digests": [], "microseconds": {}}
     payload = 0
     for rows, dtype in [(rows, torch.bfloat16) for rows in SUMS] + [(64, torch.float32), (3, torch.float16)]:
@@ -192,7 +192,7 @@ def sums_child(device: str, folder: Path, meeting: str, rank: str) -> None:
         group.all_reduce(x, "sum")
         result["right"] &= torch.equal(x, wanted)
         result["digests"].append(float(x.double().sum()))
-        word(folder, rows)
+        heartbeat(folder, rows)
     widths = (1000, 3000)
     columns = torch.arange(2 * WIDTH, dtype=torch.float32).view(2, WIDTH)[:, : sum(widths)].to(target)
     mine = columns[:, :1000] if own == 0 else columns[:, 1000:]
@@ -203,7 +203,7 @@ def sums_child(device: str, folder: Path, meeting: str, rank: str) -> None:
             torch.full((64,), turn + 7 * own, dtype=torch.int32, device=target), "tokens"
         )
         result["right"] &= tokens.tolist() == [turn] * 64
-        word(folder, turn)
+        heartbeat(folder, turn)
     result["traffic"] = {" ".join(key): count for key, count in group.traffic().items() if key[1] != "start"}
     result["formula"] = {
         "all_reduce sum": payload, "gather logits": 20 * columns.nbytes // 2, "broadcast tokens": 20 * 64 * 4,
@@ -214,7 +214,7 @@ def sums_child(device: str, folder: Path, meeting: str, rank: str) -> None:
         host.numbers(0)  # both begin now
         took = sorted(timed() for _ in range(60))[:50]  # the first ones wait for the other rank
         result["microseconds"][str(rows)] = [round(took[at], 2) for at in (5, 25, 45)]
-        word(folder, rows)
+        heartbeat(folder, rows)
     host.numbers(0)
     _write(folder, result)
 
@@ -292,11 +292,11 @@ def check_tokens(check: PairCheck) -> None:
 
 def tokens_child(device: str, folder: Path, shape: str, ranks: str) -> None:
     model = save_shape(folder, shape)
-    word(folder)
+    heartbeat(folder)
     began = time.perf_counter()
     with _engine(model, device, int(ranks), deterministic=True, max_num_batched_tokens=96) as llm:
         result: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1), "answers": {}}
-        word(folder, 1)
+        heartbeat(folder, 1)
         passes, sums = counted_passes(llm)
         prompts = [
             [(7 * i + 3 * j + i * j) % (VOCABULARY - 20) + 10 for j in range(5 + 23 * i)] for i in range(12)
@@ -315,7 +315,7 @@ def tokens_child(device: str, folder: Path, shape: str, ranks: str) -> None:
             outputs = [output for answered in results for output in answered.outputs]
             result["answers"][kind] = [list(output.token_ids) for output in outputs]
             logprobs += [float(output.cumulative_logprob or 0.0) for output in outputs]
-            word(folder, 2)
+            heartbeat(folder, 2)
         mixed = passes.pop("mixed", 0)
         hits = llm.engine.memory.stats.prefix_hits
         result |= {"logprobs": logprobs, "passes": passes, "sums": sums, "mixed": mixed, "hits": hits}
@@ -390,7 +390,7 @@ def check_bytes(check: PairCheck) -> None:
 def bytes_child(device: str, folder: Path, shape: str) -> None:
     model = save_shape(folder, shape)
     width = 64 * SHAPES[shape][0]
-    word(folder)
+    heartbeat(folder)
     with _engine(model, device, 2, enforce_eager=True, enable_prefix_caching=False) as llm:
         group = llm.engine._runner._local.part.group
         before, tokens, samples, launch = group.traffic(), 0, 0, llm.engine._runner.launch
@@ -450,7 +450,7 @@ def host_child(device: str, folder: Path, ranks: str) -> None:
         "load_format": "dummy", "max_num_batched_tokens": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30,
     }  # fmt: skip
     with _engine(model, device, int(ranks), **settings) as llm:
-        word(folder)
+        heartbeat(folder)
         engine = llm.engine
         step, launch = engine.step, engine._runner.launch
         began, host, whole = [0.0], [], []
@@ -474,7 +474,7 @@ def host_child(device: str, folder: Path, ranks: str) -> None:
                 host.clear()
                 whole.clear()
                 llm.generate(prompts, sampling, use_tqdm=False)
-                word(folder, count)
+                heartbeat(folder, count)
             result[str(count)] = {
                 "host_us": round(statistics.median(host) * 1e6, 1),
                 "step_us": round(statistics.median(whole) * 1e6, 1),

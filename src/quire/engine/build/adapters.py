@@ -81,7 +81,7 @@ def build_adapters(
         dtype,
         limits.max_num_seqs,
         max(limits.max_num_batched_tokens, limits.max_num_seqs),
-        store.want if part is None or part.everyone.rank == 0 else received.pop,
+        store.want if part is None or part.world.rank == 0 else received.pop,
         _kinds(sites, store.targets(PEEKED)),
         recordable=not kernel.__name__.endswith(REFERENCE) and part is None,
         invariant=limits.deterministic,

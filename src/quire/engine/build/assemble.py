@@ -208,6 +208,7 @@ def _make_engine(
         adapters=adapters,
         when_filling=host.prepare_swap(pool.num_blocks),
         in_new_thread=runner.prepare_thread,
+        check_ranks=peers.check if peers is not None else None,
     )
 
 

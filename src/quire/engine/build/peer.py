@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,6 +37,7 @@ def main() -> None:
         settings = json.loads(next(frames))
         received: dict[str, PackedAdapter] = {}  # adapters that the next step copies into blocks
         runner, read = _build(settings, rank, memory, received)
+        reporter.groups = (runner.part.group, runner.part.stages, runner.part.world)
         collector = ThreadPoolExecutor(1, "rank-results")
         # of several stages: its results come when steps are finished
         first = runner if isinstance(runner, StageRunner) and runner.part.is_first else None
@@ -43,14 +45,14 @@ def main() -> None:
             if data == FINISH:
                 if first is not None:
                     first.finish_next()
-                    collector.submit(_collect, runner, reporter)
+                    collector.submit(reporter.run, runner.collect)
                 continue
             step, described = decode_step(data)
             for load, text in zip(step.adapter_loads, described, strict=True):
                 received[load.key] = received_packed((text, next(frames)), read)
-            runner.launch(step)
+            reporter.run(partial(runner.launch, step))
             if first is None:
-                collector.submit(_collect, runner, reporter)
+                collector.submit(reporter.run, runner.collect)
         runner.log_end()
     except StopIteration:
         pass
@@ -74,17 +76,10 @@ def _build(
             f"Quire {ours[0]} with weights {ours[1][:12]} here, and {theirs[0]} with {theirs[1][:12]} on rank 0: "
             "start all ranks from one version and the same files"
         )
-    plan = replace(plan, part=rank_part(plan, memory, rank, settings["store"]))
+    plan = replace(plan, part=rank_part(plan, memory, rank, settings["address"]))
     models = load_models(plan, None)
     pool = make_pool(plan, models, start_kernel_warmup(plan))
     parts = make_parts(plan, models, pool, received)
     runner = parts.runner.runner
     assert isinstance(runner, RankRunner)
     return runner, None if parts.adapters is None else parts.adapters.store.read
-
-
-def _collect(runner: RankRunner, reporter: Reporter) -> None:
-    try:
-        runner.collect()
-    except BaseException as fault:
-        reporter.fail(fault)

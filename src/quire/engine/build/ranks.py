@@ -3,9 +3,7 @@
 import mmap
 import os
 import socket
-import tempfile
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -21,13 +19,17 @@ from quire.kernels import native
 from quire.kernels.collective import cpu as collective
 from quire.layers.factory import RankPart
 from quire.parallel.cut import cut_layers, cut_model
-from quire.parallel.processes import START, SharedGroup, TorchGroup, device_groups, shared_file
+from quire.parallel.group import Group
+from quire.parallel.processes import EXCHANGE_BYTES, START, SUMS, SharedGroup, SymmetricGroup, TorchGroup
 from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
-PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.fleet.ray_ranks"}  # programs of ranks 1 and up
+PEERS = {"mp": "quire.engine.build.peer", "ray": "quire.link.ray_ranks"}  # programs of ranks 1 and up
+BACKEND = "QUIRE_COLLECTIVES"  # the environment's choice for GPUs: symmetric (default) or nccl
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
+# of this process, by name: torch numbers what it tells peers, and those of a second one would begin with other numbers
+_symmetric_groups: list[str] = []
 
 
 def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildPlan, RankProcesses]:
@@ -37,18 +39,18 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     _check(config, plan.model)
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
-    memory, store = _meeting_place(parallel)
     device = plan.precision.device.type  # `auto` may be another one on another machine
+    memory, address = _rendezvous_place(parallel, device)
     runner = replace(config.runner, num_threads=plan.num_threads, device=device)
     described: dict[str, Any] = {
         "config": asdict(replace(config, runner=runner)),
         "version": VERSION,
         "fingerprint": plan.source.fingerprint,
-        "store": store,
+        "address": address,
     }
     peers = RankProcesses(PEERS[parallel.distributed_executor_backend], parallel.num_ranks, memory, described)
     try:
-        part = rank_part(plan, memory, 0, store, peers.check)
+        part = rank_part(plan, memory, 0, address, peers.check)
     except BaseException:
         try:
             peers.check()  # a rank that failed is the reason
@@ -59,26 +61,27 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
         raise
     finally:
         os.close(memory)
-    peers.attach(part.group, part.stages, part.everyone)
+    peers.attach(part.group, part.stages, part.world)
     return replace(plan, part=part), peers
 
 
 def rank_part(
-    plan: BuildPlan, memory: int, rank: int, store: str, check: Callable[[], None] = lambda: None
+    plan: BuildPlan, memory: int, rank: int, address: str, check: Callable[[], None] = lambda: None
 ) -> RankPart:
     """What rank `rank` computes, and with whom: ranks of one stage follow each other.
 
-    Ranks on GPUs meet at the file `store`, those on a CPU in `memory`, those on several machines at the address
-    `store`, where rank 0 listens with the socket `memory`. `check`: raises if a rank has failed.
+    `memory` is a file without a name, in which ranks on GPUs find each other and those on a CPU exchange tensors; of
+    ranks on several machines it is the socket with which rank 0 listens at `address`. `check`: raises if a rank failed.
     """
     device = plan.precision.device
     if device.type == "cuda":
         size = plan.config.parallel.num_ranks
         from torch._C._distributed_c10d import FileStore  # not every torch has it
 
-        meeting = _met(FileStore(store, size), rank, size, check)
-        group, everyone = device_groups(meeting, store, rank, size, device)
-        return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
+        # torch opens it by its name again and again, so this process keeps it open
+        store = _rendezvous(FileStore(f"/proc/self/fd/{os.dup(memory)}", size), rank, size, check)
+        group, world = device_groups(store, "ranks", rank, size, device)
+        return RankPart(cut_model(plan.model, rank, size), group, world=world)
     if not native.available():
         raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
     parallel = plan.config.parallel
@@ -89,13 +92,13 @@ def rank_part(
     if parallel.distributed_executor_backend == "ray":
         from torch._C._distributed_c10d import TCPStore  # not every torch has it
 
-        host, _, port = store.rpartition(":")
+        host, _, port = address.rpartition(":")
         own = os.dup(memory) if rank == 0 else None
         listening = TCPStore(
             host or "localhost", int(port), None, rank == 0, START, False, master_listen_fd=own
         )
-        meeting = _met(listening, rank, parallel.num_ranks, check)
-        all_ranks = TorchGroup("gloo", meeting, rank, parallel.num_ranks)
+        store = _rendezvous(listening, rank, parallel.num_ranks, check)
+        all_ranks = TorchGroup("gloo", store, rank, parallel.num_ranks)
         stages = [range(first, first + size) for first in range(0, parallel.num_ranks, size)]
         rings = [range(first, parallel.num_ranks, size) for first in range(size)]
         return RankPart(cut, all_ranks.divided(stages), all_ranks.divided(rings), layers, all_ranks)
@@ -103,14 +106,29 @@ def rank_part(
     of_stage, of_ring = (SharedGroup.num_bytes(collective, count) for count in (size, num_stages))
     group = SharedGroup(collective, mapped, stage * of_stage, within, size)
     ring = SharedGroup(collective, mapped, num_stages * of_stage + within * of_ring, stage, num_stages)
-    everyone = SharedGroup(
-        collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
-    )
-    return RankPart(cut, group, ring, layers, everyone)
+    world = SharedGroup(collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks)
+    return RankPart(cut, group, ring, layers, world)
 
 
-def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
-    """The store, once all are there, one of which may fail before."""
+def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
+    """The group of tensors on `device`, and one for tensors on the CPU; of symmetric memory once in a process."""
+    nccl = os.environ.get(BACKEND) == "nccl"
+    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", store, rank, size)
+    if nccl:
+        return host, host
+    # not every torch has these
+    from torch._C._distributed_c10d import PrefixStore, _register_process_group, _SymmetricMemory
+
+    assert dist.group.WORLD is not None, "after the rendezvous"
+    _symmetric_groups.append(name)
+    _register_process_group(name, dist.group.WORLD)  # type: ignore[arg-type]  # of some versions a type of its own
+    _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("symmetric", store))
+    memory = _SymmetricMemory.empty_strided_p2p((SUMS + 2 * EXCHANGE_BYTES,), (1,), torch.uint8, device)
+    return SymmetricGroup(rank, size, memory, _SymmetricMemory.rendezvous(memory, name), name), host
+
+
+def _rendezvous(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
+    """Waits until every rank has registered; `check` raises if one failed. Returns the store."""
     store.set(str(rank), "")
     names = [str(each) for each in range(size)]
     while rank == 0 and not store.check(names):
@@ -119,16 +137,15 @@ def _met(store: Any, rank: int, size: int, check: Callable[[], None]) -> Any:
     return store
 
 
-def _meeting_place(parallel: ParallelConfig) -> tuple[int, str]:
-    """A descriptor that is the first rank's, or shared by all, and the `store` of `rank_part`."""
+def _rendezvous_place(parallel: ParallelConfig, device: str) -> tuple[int, str]:
+    """A descriptor that is the first rank's, or shared by all, and the `address` of `rank_part`."""
     if parallel.distributed_executor_backend == "ray":
         both = socket.has_dualstack_ipv6()  # Ray's name for this machine may be of either kind
         family = socket.AF_INET6 if both else socket.AF_INET
         listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         port = listening.getsockname()[1]
         return listening.detach(), str(port)
-    path = os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}")
-    return shared_file(_shared_bytes(parallel)), path
+    return collective.shared_file(0 if device == "cuda" else _shared_bytes(parallel)), ""
 
 
 def _shared_bytes(parallel: ParallelConfig) -> int:
@@ -179,6 +196,8 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
     elif config.parallel.distributed_executor_backend == "ray" and on_gpu:
         why = "ranks on several machines run on a CPU only so far: leave out distributed_executor_backend"
+    elif on_gpu and _symmetric_groups:
+        why = "this process had such an engine on GPUs, and can have one only: start another process"
     elif (config.parallel.distributed_executor_backend == "ray" or on_gpu) and dist.is_initialized():
         why = "torch.distributed is in use in this process, by an engine perhaps: close it (with NCCL, end the process)"
     elif config.adapters.enabled and on_gpu:

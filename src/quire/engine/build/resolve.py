@@ -72,12 +72,12 @@ class BuildPlan:
 
     def agreed(self, number: int) -> int:
         """The smallest that a rank has: ids of blocks are those of all."""
-        return number if self.part is None else min(self.part.everyone.numbers(number))
+        return number if self.part is None else min(self.part.world.numbers(number))
 
     def ranks_here(self) -> int:
         """Ranks that share this machine's memory. All of them call it."""
         own = machine_number()
-        return 1 if self.part is None else self.part.everyone.numbers(own).count(own)
+        return 1 if self.part is None else self.part.world.numbers(own).count(own)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

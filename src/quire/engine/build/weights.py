@@ -147,7 +147,7 @@ def load_draft(plan: BuildPlan) -> LoadedDraft | None:
     config, speculative = plan.config, plan.speculative
     if speculative is None or speculative.method != "draft_model":
         return None
-    if plan.part is not None and plan.part.everyone.rank > 0:  # rank 0 drafts
+    if plan.part is not None and plan.part.world.rank > 0:  # rank 0 drafts
         return None
     options = ModelOptions(
         model=speculative.model,

@@ -1,6 +1,8 @@
 """Collectives by native code, over memory that all ranks of a group map (cpp/group.h)."""
 
 import mmap
+import os
+import tempfile
 
 import numpy as np
 import torch
@@ -8,13 +10,23 @@ from torch import Tensor
 
 from quire.kernels import native
 
+SHARED_FOLDER = "/dev/shm"
 LINE, MAX_RANKS = 64, 64
 HEADER = (2 + 2 * MAX_RANKS) * LINE
 CAPACITY = 4 << 20  # bytes of one rank's buffer: longer messages go in pieces
 SLOTS = 4  # messages on their way between two ranks
-FIELDS = 5  # of the C++ struct, before its counters
+FIELDS = 6  # of the C++ struct, before its counters
 SUM, LARGEST = "sum", "largest"
 _REDUCTIONS = {(torch.float32, SUM): 0, (torch.int32, SUM): 1, (torch.float32, LARGEST): 2}
+
+
+def shared_file(num_bytes: int) -> int:
+    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end."""
+    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
 
 
 def group_bytes(size: int) -> int:
@@ -34,7 +46,8 @@ class Endpoint:
         self._flag = self._bytes[offset : offset + 8].view(np.int64)
         address = self._bytes.ctypes.data + offset
         self._state = np.zeros(FIELDS + num_counters, np.int64)
-        self._state[:FIELDS] = address, rank, size, CAPACITY, 0
+        self._state[:FIELDS] = address, rank, size, CAPACITY, 0, 0
+        self.waiting = self._state[FIELDS - 1 : FIELDS]  # 1 while another rank is waited for
         self._pointer = int(self._state.ctypes.data)
         self.counters = self._state[FIELDS:]  # payload bytes; native code adds to them, also from a tape
         self._kept = torch.from_numpy(self._state)

@@ -24,17 +24,24 @@ using Counter = std::atomic<int64_t>;
 
 Counter& line(char* memory, int64_t index) { return *reinterpret_cast<Counter*>(memory + index * kLineBytes); }
 
-bool wait_until(const Counter& counter, int64_t value, const Counter& aborted) {
+bool wait_until(Group& group, const Counter& counter, int64_t value) {
+    const Counter& aborted = line(group.memory, 0);
+    bool reached = true;
     for (int64_t turn = 0; counter.load(std::memory_order_acquire) < value; ++turn) {
         if (turn < kSpins) {
             QUIRE_PAUSE();
             continue;
         }
-        if (aborted.load(std::memory_order_relaxed) != 0) return false;
+        group.waiting = 1;
+        if (aborted.load(std::memory_order_relaxed) != 0) {
+            reached = false;
+            break;
+        }
         if (turn < kSpins + kYields) std::this_thread::yield();
         else std::this_thread::sleep_for(kNap);
     }
-    return true;
+    group.waiting = 0;
+    return reached;
 }
 
 }  // namespace
@@ -42,7 +49,7 @@ bool wait_until(const Counter& counter, int64_t value, const Counter& aborted) {
 bool arrive(Group& group) {
     line(group.memory, 1 + group.rank).store(group.exchanges, std::memory_order_release);
     for (int64_t rank = 0; rank < group.size; ++rank) {
-        if (!wait_until(line(group.memory, 1 + rank), group.exchanges, line(group.memory, 0))) return false;
+        if (!wait_until(group, line(group.memory, 1 + rank), group.exchanges)) return false;
     }
     return true;
 }
@@ -50,8 +57,8 @@ bool arrive(Group& group) {
 char* next_slot(Group& channel) {
     const int64_t number = channel.exchanges + 1;
     const bool ready = channel.rank == 0
-                           ? wait_until(line(channel.memory, 2), number - channel.size, line(channel.memory, 0))
-                           : wait_until(line(channel.memory, 1), number, line(channel.memory, 0));
+                           ? wait_until(channel, line(channel.memory, 2), number - channel.size)
+                           : wait_until(channel, line(channel.memory, 1), number);
     if (!ready) return nullptr;
     return channel.memory + kHeaderBytes + (number % channel.size) * channel.capacity;
 }

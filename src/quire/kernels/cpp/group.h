@@ -18,6 +18,7 @@ struct Group {
     char* memory;  // shared
     int64_t rank, size, capacity;
     int64_t exchanges;  // that were begun
+    int64_t waiting;    // 1 while another rank is waited for
     int64_t counts[1];  // payload bytes by (kind, tag); as many as Python made room for
 
     char* buffer(int64_t of_rank) const {

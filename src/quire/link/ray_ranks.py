@@ -20,16 +20,16 @@ from quire.parallel.ranks import Reporter, read_frames
 
 PIECE = 1 << 20  # bytes of a frame in one part of a message
 
-CLUSTER = "quire.fleet.ray_cluster"  # a ConfigError where Ray is not installed: `main` reports it
+HOST = "quire.link.ray_host"  # a ConfigError where Ray is not installed: `main` reports it
 
 
 async def run(rank: int, frames: Iterator[bytes], reports: Connection) -> None:
     """Until `frames` end, or the rank. Raises EngineDead that says how the rank ended."""
     settings: dict[str, Any] = json.loads(next(frames))
-    ray = import_module(CLUSTER)
-    cluster = ray.RayCluster(os.environ.get("RAY_ADDRESS"))
-    settings["store"] = f"{cluster.host}:{settings['store']}"
-    channel = RemoteChannel(cluster.host)
+    ray = import_module(HOST)
+    own, _nodes = ray.join(os.environ.get("RAY_ADDRESS"))
+    settings["address"] = f"{own}:{settings['address']}"
+    channel = RemoteChannel(own)
     resources = {"num_cpus": settings["config"]["runner"]["num_threads"], "num_gpus": 0}
     host, hosted = await ray.place(channel, f"rank {rank}", resources, "quire.link.remote_peer", str(rank))
     process = ray.HostedProcess(host, hosted.pid, host.run.remote(channel.key, b"", 0.0))

@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from quire.core.errors import EngineDead
-from quire.fleet import ray_ranks
+from quire.link import ray_ranks
 from quire.parallel.ranks import BEAT, read_frames
 
-SETTINGS = json.dumps({"store": "1", "config": {"runner": {"num_threads": 1}}}).encode()
-START = "import sys; sys.modules['ray'] = None; from quire.fleet import ray_ranks; ray_ranks.main()"
+SETTINGS = json.dumps({"address": "1", "config": {"runner": {"num_threads": 1}}}).encode()
+START = "import sys; sys.modules['ray'] = None; from quire.link import ray_ranks; ray_ranks.main()"
 
 
 def test_a_rank_that_never_connects_ends_with_the_reason(monkeypatch) -> None:
@@ -36,15 +36,15 @@ def test_a_rank_that_never_connects_ends_with_the_reason(monkeypatch) -> None:
         run = SimpleNamespace(remote=lambda *_arguments: None)
         return SimpleNamespace(run=run), SimpleNamespace(pid=1, node="10.0.0.2")
 
-    cluster = ModuleType(ray_ranks.CLUSTER)
-    cluster.__dict__.update(
-        RayCluster=lambda _address: SimpleNamespace(host="127.0.0.1"),
+    host = ModuleType(ray_ranks.HOST)
+    host.__dict__.update(
+        join=lambda _address: ("127.0.0.1", []),
         HostedProcess=Process,
         place=place,
         LOST="is lost",
         REASON_SECONDS=0.0,
     )
-    monkeypatch.setitem(sys.modules, ray_ranks.CLUSTER, cluster)
+    monkeypatch.setitem(sys.modules, ray_ranks.HOST, host)
 
     async def run() -> None:
         try:
