@@ -11,9 +11,9 @@ from pathlib import Path
 # Allocations between two collections of the youngest generation; of those, between two of the next; of those, between
 # two of all objects, which the engine's process collects when it is idle.
 THRESHOLDS = (10_000, 10, 1_000)
-GROWN_BYTES = 64 << 20
-LOOK_SECONDS = 0.5  # between two looks at the size of the process
-LOOKS_AGAIN = 20  # after a release, until memory that was in use then is looked for
+GROWN_BYTES = 32 << 20
+LOOK_SECONDS = 0.25  # between two looks at the size of the process
+LOOKS_AGAIN = 40  # after a release, until memory that was in use then is looked for
 
 
 def freeze_heap() -> None:
