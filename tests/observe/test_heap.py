@@ -63,6 +63,7 @@ def test_memory_in_use_at_a_release_is_returned_by_a_later_one(monkeypatch: pyte
             raise asyncio.CancelledError
         looks.append(seconds)
 
+    monkeypatch.setattr(heap, "GROWN_BYTES", 64 << 20)
     monkeypatch.setattr(heap, "LOOKS_AGAIN", 3)
     monkeypatch.setattr(heap, "_resident_bytes", lambda: sizes.pop(0) << 20)
     monkeypatch.setattr(heap, "release_freed", lambda: released.append(len(looks)))
