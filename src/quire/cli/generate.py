@@ -28,6 +28,7 @@ from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.text.prompts import PreparedPrompt
 
 REFUSED = 2
+MARK = "\ufeff"  # a byte order mark, with which some editors begin a file
 PromptEntry = str | Mapping[str, Any]  # text, or {"prompt"}, {"prompt_token_ids"} or {"messages"}
 
 
@@ -173,7 +174,7 @@ def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> lis
             raise InvalidRequest(
                 "there is no prompt: give --prompt TEXT, --prompt-file FILE, or pipe a text in"
             )
-        prompts.append(stdin.read().rstrip("\n"))
+        prompts.append(stdin.read().removeprefix(MARK).rstrip("\n"))
     if not prompts:
         raise InvalidRequest(f"{file} holds no prompt: write one per line")
     return prompts
@@ -181,9 +182,9 @@ def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> lis
 
 def _from_file(file: str, stdin: TextIO) -> list[PromptEntry]:
     if file == "-":
-        return [line for line in stdin.read().split("\n") if line.strip()]
+        return [line for line in stdin.read().removeprefix(MARK).split("\n") if line.strip()]
     try:  # str.splitlines would also cut at U+2028 and others, which a prompt may have
-        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompt-file {file}: cannot be read ({error})") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
