@@ -75,7 +75,11 @@ def test_an_adapter_is_trained_and_the_way_to_serve_it_is_shown(run, data, tmp_p
         ("--nice", "20", "--nice 20 cannot work: give 0 to 19"),
         ("--num-threads", "0", "--num-threads=0 must be a whole number of at least 1"),
         ("--ranks", "0", "--ranks=0 must be a whole number of at least 1"),
-        ("--output", "data.jsonl", "--output data.jsonl: data.jsonl is no folder that can be written: choose another"),
+        (
+            "--output",
+            "data.jsonl",
+            "--output data.jsonl: data.jsonl is no folder that can be written: choose another",
+        ),
         ("--output", "data.jsonl/mine", "data.jsonl is no folder that can be written: choose another"),
     ],
 )

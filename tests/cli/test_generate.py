@@ -41,7 +41,9 @@ def test_standard_input_is_one_prompt(run, monkeypatch):
     assert json.loads(ran.out)["prompt"] == "The capital of\nFrance is"
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.txt", "One, two"), ("a.jsonl", '"One, two"'), ("-", "One, two")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", "One, two"), ("a.jsonl", '"One, two"'), ("-", "One, two")]
+)
 def test_a_byte_order_mark_is_no_part_of_a_prompt(name, text, run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", Pipe(f"\ufeff{text}\n"))

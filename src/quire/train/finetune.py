@@ -192,7 +192,9 @@ def _check_output(job: FinetuneJob) -> None:
     """With `overwrite` the files of an earlier run are removed, and no others."""
     nearest = next(path for path in (job.output, *job.output.absolute().parents) if path.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise ConfigError(f"--output {job.output}: {nearest} is no folder that can be written: choose another")
+        raise ConfigError(
+            f"--output {job.output}: {nearest} is no folder that can be written: choose another"
+        )
     if job.overwrite and job.rank == 0:
         shutil.rmtree(RunFiles(job.output).folder, ignore_errors=True)
         (job.output / WEIGHTS).unlink(missing_ok=True)
