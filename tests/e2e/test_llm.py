@@ -161,6 +161,7 @@ def test_a_bad_request_is_one_clear_line_and_the_engine_serves_on(llm, prompt, s
         ({"device": "cuda:7"}, "PyTorch sees no GPU here"),
         ({"quantization": "int3"}, "quantization='int3' is not known"),
         ({"steps_in_flight": 2}, "must be 0 or 1"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(settings, message):
@@ -185,6 +186,18 @@ def test_closing_twice_is_fine_and_a_context_manager_closes():
     engine.close()
     with pytest.raises(EngineDead, match="the engine was closed: load the model again"):
         engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+@pytest.mark.parametrize("sampling", [{"n": 1}, [GREEDY, None], (5 for _ in range(2))])
+def test_what_is_no_sampling_parameters_is_refused_in_one_line(llm, sampling):
+    with pytest.raises(InvalidRequest, match=r"the sampling parameters are a \w+: give SamplingParams"):
+        llm.generate(["one", "two"], sampling, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [5, QUESTION[0], (message for message in QUESTION)])
+def test_messages_that_are_no_list_are_refused(llm, messages):
+    with pytest.raises(InvalidRequest, match="messages must be a list of messages, not "):
+        llm.chat(messages, GREEDY, use_tqdm=False)
 
 
 def test_a_second_call_is_refused_and_the_first_one_loses_nothing(llm):

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,10 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the model's chat template."""
+        if not isinstance(messages, Sequence):
+            raise InvalidRequest(
+                f"messages must be a list of messages, not {type(messages).__name__}", "messages"
+            )
         several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prepared = []
         for conversation in several:
@@ -270,13 +274,14 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling is None:
             sampling = self.default_sampling()
-        if isinstance(sampling, SamplingParams):
+        if isinstance(sampling, Mapping) or not isinstance(sampling, Iterable):
             return [ready_to_sample(sampling, self.tokenizer)] * count
-        if len(sampling) != count:
+        each = list(sampling)
+        if len(each) != count:
             raise InvalidRequest(
-                f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each"
+                f"{len(each)} sampling parameters for {count} prompts: give one, or one each"
             )
-        return [ready_to_sample(params, self.tokenizer) for params in sampling]
+        return [ready_to_sample(params, self.tokenizer) for params in each]
 
     @contextmanager
     def _serving(self, answers: Mapping[str, Answer]) -> Iterator[None]:
