@@ -145,10 +145,7 @@ class LLM:
     # ------------------------------------------------------------------ streaming; one iterator at a time
 
     def stream(
-        self,
-        prompt: PreparedPrompt,
-        sampling: SamplingParams,
-        stopped: Callable[[], bool] = lambda: False,
+        self, prompt: PreparedPrompt, sampling: SamplingParams, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[TextDelta]:
         """Pieces of the answer to one prompt. `stopped` is asked between steps; if true the answer ends there.
 
@@ -274,9 +271,11 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling is None:
             sampling = self.default_sampling()
-        if isinstance(sampling, Mapping) or not isinstance(sampling, Iterable):
-            return [ready_to_sample(sampling, self.tokenizer)] * count
-        each = list(sampling)
+        given: Any = sampling
+        is_one = isinstance(given, Mapping) or not isinstance(given, Iterable)
+        if is_one:  # or none, which ready_to_sample names
+            return [ready_to_sample(given, self.tokenizer)] * count
+        each = list(given)
         if len(each) != count:
             raise InvalidRequest(
                 f"{len(each)} sampling parameters for {count} prompts: give one, or one each"
