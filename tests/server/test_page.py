@@ -147,6 +147,30 @@ def test_a_page_that_is_left_in_mid_answer_keeps_what_came(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
+def test_another_conversation_keeps_what_came_of_an_answer(tab: Tab):
+    tab.never_end()
+    tab.ask("Tell me a very long story about the sea.")
+    grown = "(before) => (document.querySelector('.answer .text')?.innerText.length ?? 0) > before"
+    tab.until(grown, 20)
+    tab.page.click(".chats li:has-text('Tell me') button >> nth=0")
+    tab.until(grown, len(tab.answer()))  # the open one goes on
+    tab.page.click("text=New chat")
+    tab.wait_answered()
+    assert tab.page.locator(".chats li").count() == 1
+    tab.page.click(".chats li:has-text('Tell me') button >> nth=0")
+    assert len(tab.answer()) > 20
+    assert "stopped" in tab.page.inner_text(".facts")
+    tab.ask("And another one.")
+    tab.until("document.querySelectorAll('.answer .text').length == 2")
+    tab.page.click(".chats button[aria-label=Delete]")
+    tab.wait_answered()
+    assert tab.page.locator(".chats li").count() == 0
+    tab.server.wait_idle()
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
 def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: RunningServer):
     tab = Tab(chromium, keyed, key=None)
     tab.page.wait_for_selector("#key")

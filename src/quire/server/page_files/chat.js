@@ -100,7 +100,7 @@ class ChatView {
   // ---------------------------------------------------------------- conversations
 
   open(conversation) {
-    this.stop();
+    if (conversation !== this.conversation) this.stop();
     this.conversation = conversation;
     this.side.classList.remove("open");
     this.renderAll();
@@ -109,7 +109,7 @@ class ChatView {
 
   renderList() {
     fill(this.list, conversations.list().map(({ id, title }) => h("li", { class: id === this.conversation.id ? "current" : "" },
-      h("button", { type: "button", class: "plain", onclick: () => this.open(conversations.load(id) ?? new Conversation()) }, clean(title) || "New chat"),
+      h("button", { type: "button", class: "plain", onclick: () => this.open(id === this.conversation.id ? this.conversation : conversations.load(id) ?? new Conversation()) }, clean(title) || "New chat"),
       button("Delete", "trash", () => { conversations.remove(id); if (id === this.conversation.id) this.open(new Conversation()); else this.renderList(); }))));
   }
 
@@ -262,6 +262,7 @@ class ChatView {
   }
 
   async ask(user) {
+    const { conversation } = this; // another one may be open when this answer ends
     let body;
     try { body = this.body(user); } catch (error) { this.tell(error.message); this.renderAll(); return; }
     const count = body.n ?? 1, group = count > 1 ? `group ${user.id} ${Date.now()}` : undefined;
@@ -285,7 +286,7 @@ class ChatView {
       for (const node of nodes) { node.state = "done"; this.paint(node); }
       this.running = null;
       this.setBusy(false);
-      this.save();
+      if (conversations.list().some(({ id }) => id === conversation.id)) this.save(conversation); // it was not deleted meanwhile
       this.renderList();
     }
   }
@@ -352,8 +353,8 @@ class ChatView {
     this.thread.setAttribute("aria-busy", busy);
   }
 
-  save() {
-    if (!conversations.save(this.conversation)) this.tell("The browser's storage is full: this conversation is not kept.");
+  save(conversation = this.conversation) {
+    if (!conversations.save(conversation)) this.tell("The browser's storage is full: this conversation is not kept.");
   }
 
   isAtEnd() { return this.thread.scrollHeight - this.thread.scrollTop - this.thread.clientHeight < 80; }
