@@ -115,6 +115,9 @@ def test_edits_and_new_answers_are_branches_and_a_reload_keeps_them(tab: Tab):
     tab.page.hover(".turn.user")
     tab.page.click(".turn.user .edit")
     tab.page.fill(".editing textarea", "Say another word.")
+    composing = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true})"
+    tab.page.evaluate(f"document.querySelector('.editing textarea').dispatchEvent({composing})")
+    assert tab.page.locator(".editing").count() == 1  # it ended a word of an input method
     tab.page.keyboard.press("Enter")
     tab.page.wait_for_selector(".turn.user .branches >> text=2/2")
     tab.wait_answered()

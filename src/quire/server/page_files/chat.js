@@ -207,7 +207,7 @@ class ChatView {
       this.ask(sibling);
     };
     text.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); done(); }
       if (event.key === "Escape") this.renderAll();
     });
     fill(turn, h("div", { class: "editing" }, text, h("div", {},
