@@ -191,6 +191,10 @@ def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: Runnin
     tab.page.wait_for_selector(".map-box canvas")
     assert tab.page.evaluate("sessionStorage.getItem('quire.key')") == KEY
     assert tab.page.evaluate("Object.keys(localStorage).filter((name) => name.includes('key')).length") == 0
+    tab.page.evaluate("sessionStorage.setItem('quire.key', 'of-yesterday')")
+    tab.page.keyboard.press("Alt+1")
+    tab.ask("Hi")
+    tab.page.wait_for_selector(".failure >> text=reload the page to enter another one")
     tab.close()
 
 
