@@ -407,14 +407,18 @@ def test_fifty_thousand_blocks_are_drawn_thirty_times_a_second(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
-def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: RunningServer):
+def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: RunningServer, tmp_path: Path):
     tab = Tab(chromium, keyed, color_scheme="dark", reduced_motion="reduce")
     tab.page.set_viewport_size({"width": 360, "height": 640})
     tab.page.wait_for_selector(MESSAGE)
+    (tmp_path / f"batch_{'a1' * 30}.jsonl").write_text("{}")
+    tab.page.click("#tab-files")
+    tab.page.set_input_files("#view-files input[type=file]", list(tmp_path.iterdir()))
+    tab.page.wait_for_selector("#view-files tr:has-text('batch_')")
     for name in ("memory", "steps", "models", "files", "training", "laboratory", "chat"):
         tab.page.click(f"#tab-{name}")
         tab.page.wait_for_timeout(150)
-        assert tab.page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert tab.page.evaluate(f"document.getElementById('view-{name}').scrollWidth") <= 360
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 25)"
     tab.page.focus("#tab-chat")
     tab.page.keyboard.press("ArrowRight")
