@@ -420,6 +420,16 @@ def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: R
         tab.page.wait_for_timeout(150)
         assert tab.page.evaluate(f"document.getElementById('view-{name}').scrollWidth") <= 360
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 25)"
+    drawer, conversations = ".drawer:not([hidden])", ".side.open"
+    for opens, panel, close in (
+        ("#chat-settings", drawer, lambda: tab.page.click("button[aria-label='Close the settings']")),
+        ("#chat-settings", drawer, lambda: tab.page.keyboard.press("Escape")),
+        ("button[aria-label=Conversations]", conversations, lambda: tab.page.mouse.click(350, 300)),
+    ):
+        tab.page.click(opens)
+        assert tab.page.locator(panel).count() == 1
+        close()
+        assert tab.page.locator(panel).count() == 0
     tab.page.focus("#tab-chat")
     tab.page.keyboard.press("ArrowRight")
     assert tab.page.evaluate("document.activeElement.id") == "tab-memory"

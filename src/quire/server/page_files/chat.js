@@ -33,7 +33,7 @@ class ChatView {
     this.list = h("ul", { class: "chats" });
     this.side = h("aside", { class: "side", "aria-label": "Conversations" },
       h("button", { type: "button", class: "wide", onclick: () => this.open(new Conversation()) }, icon("plus"), "New chat"), this.list);
-    this.thread = h("div", { class: "thread", role: "log", "aria-label": "Conversation" });
+    this.thread = h("div", { class: "thread", role: "log", "aria-label": "Conversation", onpointerdown: () => this.uncover() });
     this.input = h("textarea", { rows: "1", placeholder: "Ask something …", "aria-label": "Message", onkeydown: (event) => this.key(event), oninput: () => this.grow() });
     this.send = button("Send", "send", () => (this.running ? this.stop() : this.submit()), { class: "icon send" });
     this.model = h("select", { "aria-label": "Model", onchange: () => this.set("model", this.model.value) });
@@ -45,7 +45,10 @@ class ChatView {
       h("div", { class: "composer-box" }, this.input, this.send), tools);
     this.drawer = this.buildSettings();
     fill(panel, this.side, h("div", { class: "talk" }, this.thread, this.composer), this.drawer);
-    document.addEventListener("keydown", (event) => { if (event.key === "Escape" && this.running && !panel.hidden) this.stop(); });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || panel.hidden) return;
+      if (this.running) this.stop(); else this.uncover();
+    });
     window.addEventListener("beforeunload", () => this.stop()); // what has come of an answer is kept
   }
 
@@ -62,7 +65,7 @@ class ChatView {
     const tint = bound("tint", h("input", { type: "checkbox", name: "tint" }));
     tint.addEventListener("input", () => this.renderAll());
     return h("aside", { class: "drawer", "aria-label": "Settings", hidden: true },
-      h("h2", {}, "Settings"),
+      h("h2", {}, "Settings", button("Close the settings", "close", () => this.uncover(), { class: "icon narrow-only" })),
       field("System prompt", bound("system", h("textarea", { rows: "3", name: "system", placeholder: "The model's own" }))),
       h("div", { class: "pair" },
         field("Temperature", numeric("temperature", 0, 2, 0.05, "default")), field("Top-p", numeric("top_p", 0, 1, 0.01, "default"))),
@@ -345,6 +348,12 @@ class ChatView {
   }
 
   stop() { this.running?.control.abort(); }
+
+  // Closes what lies over the conversation on a narrow screen.
+  uncover() {
+    this.side.classList.remove("open");
+    if (getComputedStyle(this.drawer).position === "fixed") this.drawer.hidden = true;
+  }
 
   setBusy(busy) {
     fill(this.send, icon(busy ? "stop" : "send"));
