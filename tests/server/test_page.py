@@ -150,6 +150,20 @@ def test_a_page_that_is_left_in_mid_answer_keeps_what_came(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
+def test_tokens_are_counted_and_tinted_as_far_as_they_are_known(tab: Tab):
+    tab.ask("What is the capital of France?", temperature="0", tint=True)
+    tab.wait_answered()
+    assert tab.answer() == "The capital of France is Paris."  # and not the token that ended it
+    assert tab.page.inner_text(".facts").startswith("8 tokens")
+    tab.ask("Name a fruit.", n="2", max_tokens="6", tint=False)
+    tab.wait_answered()
+    counts = tab.page.locator(".turn:last-child .facts").all_inner_texts()
+    assert [count.partition(" tokens")[0][:9] for count in counts] == ["at least "] * 2
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
 def test_another_conversation_keeps_what_came_of_an_answer(tab: Tab):
     tab.never_end()
     tab.ask("Tell me a very long story about the sea.")

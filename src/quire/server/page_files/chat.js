@@ -326,11 +326,14 @@ class ChatView {
       for (const token of logprobs?.content ?? []) {
         (node.tokens ??= []).push([token.token, token.logprob, token.top_logprobs.map((top) => [top.token, top.logprob])]);
       }
-      node.count = (node.count ?? 0) + (delta?.content ? 1 : 0);
+      node.exact = Boolean(node.tokens); // a piece of text may be several tokens
+      node.count = node.tokens?.length ?? (node.count ?? 0) + (delta?.content ? 1 : 0);
       if (finish_reason) node.finish = finish_reason;
+      // The token that ended the answer is no part of its text.
+      if (finish_reason === "stop" && node.tokens?.length && !node.content.endsWith(node.tokens.at(-1)[0])) node.tokens.pop();
       this.later(node);
     }
-    if (chunk.usage && nodes.length === 1) nodes[0].count = chunk.usage.completion_tokens;
+    if (chunk.usage && nodes.length === 1) Object.assign(nodes[0], { count: chunk.usage.completion_tokens, exact: true });
   }
 
   // Paints once a frame, however fast tokens come.
@@ -381,8 +384,9 @@ function parsed(text, what) {
 
 function facts(node) {
   const parts = [];
-  if (node.count) parts.push(`${node.count} tokens`);
-  if (node.count > 1 && node.last > node.first) parts.push(`${((node.count - 1) / ((node.last - node.first) / 1000)).toFixed(1)} tokens/s`);
+  const exact = node.exact || node.state === "open";
+  if (node.count) parts.push(`${exact ? "" : "at least "}${node.count} tokens`);
+  if (exact && node.count > 1 && node.last > node.first) parts.push(`${((node.count - 1) / ((node.last - node.first) / 1000)).toFixed(1)} tokens/s`);
   if (node.first) parts.push(`first after ${(node.first / 1000).toFixed(2)} s`);
   if (node.stopped) parts.push("stopped");
   if (node.finish === "length") parts.push("cut at the maximum length");
@@ -392,6 +396,7 @@ function facts(node) {
 // Each token with a tint: the less likely it was, the stronger.
 function paintTokens(shown, tokens) {
   if (!shown.tinted) { fill(shown.body); shown.tinted = h("p", { class: "tokens" }); shown.body.append(shown.tinted); shown.tokens = 0; }
+  for (; shown.tokens > tokens.length; shown.tokens -= 1) shown.tinted.lastChild.remove();
   for (; shown.tokens < tokens.length; shown.tokens += 1) {
     const [text, logprob, top] = tokens[shown.tokens];
     const probability = Math.exp(logprob);
