@@ -232,7 +232,7 @@ def report_serving(settings: ServerSettings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     shown = f"[{host}]" if ":" in host else host
-    log.info("serving   %s://%s:%d%s/v1", scheme, shown, port, settings.root_path)
+    log.info("serving   %s://%s:%d%s/v1", scheme, shown, port, settings.root_path.rstrip("/"))
 
 
 def _keys_report(settings: ServerSettings) -> str:
