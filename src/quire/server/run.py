@@ -142,9 +142,7 @@ class DrainingServer(uvicorn.Server):
             and self._num_signals < 2
         ):
             await asyncio.sleep(0.05)
-        fault = Unavailable(
-            f"the server shut down, and the answer took longer than {timeout:g} s", "shutting_down"
-        )
+        fault = Unavailable("the server shut down before the end: send the request again", "shutting_down")
         aborted = sum(engine.fail_open(fault) for engine in engines)
         if aborted:
             log.warning("%d requests were aborted", aborted)
