@@ -3,11 +3,13 @@ a body's size, values and texts, before it is parsed."""
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -38,6 +40,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_bytes = 0  # of an incomplete head, or of a body since the last look
         self._num_looks = 0
         self._is_refused = False
+        self._data = b""  # the piece that is being parsed
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -54,9 +57,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_bytes > MAX_IGNORED_BYTES:
                 self.transport.abort()
             return
-        before = self._stage
+        before, self._data = self._stage, data
         super().data_received(data)
-        stage = self._stage
+        stage, self._data = self._stage, b""
         if self._is_refused:
             return
         if stage is not before:
@@ -82,7 +85,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._settings.max_header_bytes:
             self._refuse_head(size)
-        else:
+        elif not self._offers_upgrade:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -91,8 +94,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._stage = _Stage.IDLE
-        if not self._is_refused:
+        if not (self._is_refused or self._offers_upgrade):
             super().on_message_complete()
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Clients that offer HTTP/2 (Java's, `curl --http2`) or a WebSocket are answered in HTTP/1.1. The parser takes
+        what is behind such a head for another protocol: it gets the head again without the offer, and the body."""
+        stop = sys.exception()
+        if isinstance(stop, HttpParserUpgrade) and self._offers_upgrade and not self._is_refused:
+            version = self.parser.get_http_version().encode()
+            line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+            kept = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = HttpRequestParser(self)
+            self.data_received(b"\r\n".join([line, *kept, b"", self._data[stop.args[0] :]]))
 
     # ------------------------------------------------------------------ time
 
@@ -139,10 +157,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_head(self, num_bytes: int) -> None:
         limit = self._settings.max_header_bytes
-        message = (
-            f"the headers have {num_bytes} bytes or more and {limit} are allowed: shorten them, or raise "
-        )
-        message += "--max-header-bytes"
+        remedy = "shorten them, or raise --max-header-bytes"
+        message = f"the headers have {num_bytes} bytes or more and {limit} are allowed: {remedy}"
         self._refuse(ApiError(431, message, code="headers_too_large"), may_interrupt=False)
 
     def _refuse_time(self, what: str, name: str, seconds: float) -> None:
@@ -154,17 +170,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_refused = True
         self._num_bytes = 0
         self._disarm()
-        has_begun = (
-            self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        )
-        if has_begun or (self._is_answering and not may_interrupt):
+        if self._is_answering and (self.cycle.response_started or not may_interrupt):
             self.transport.close()
             return
         body = json.dumps(error.body()).encode()
-        headers = (
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(STATUS_LINE[error.status] + headers.encode() + body)
+        headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.status] + headers % len(body) + body)
         if self._is_answering:
             self.cycle.disconnected = True  # the application has nothing to add
             self.cycle.message_event.set()
@@ -236,9 +247,7 @@ def limited(
         if seen > SMALL_BODY:
             weight += piece.count(b",") + LIST_WEIGHT * piece.count(b"[") + OBJECT_WEIGHT * piece.count(b"{")
             if weight > limit // VALUE_BYTES:
-                raise _too_large(
-                    f"holds too many JSON values for {limit} bytes: send fewer lists and objects"
-                )
+                raise _too_large(f"holds too many JSON values for {limit} bytes: send fewer lists or objects")
             texts = text_limit()
             if texts is not None and lengths.longest(piece) > texts.max_characters:
                 raise texts.error

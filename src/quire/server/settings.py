@@ -203,9 +203,7 @@ class ServerSettings:
                 pair = f"ssl_certfile={self.ssl_certfile!r} and ssl_keyfile={self.ssl_keyfile!r}"
                 raise ConfigError(f"{pair}: {error}: give a certificate and its key as PEM files") from error
         if self.root_path[:1] not in ("", "/"):
-            raise ConfigError(
-                f"root_path={self.root_path!r} does not begin with a slash: give /{self.root_path}"
-            )
+            raise ConfigError(f"root_path={self.root_path!r} begins with no slash: give /{self.root_path}")
         if self.vector_store is not None and not self.vector_store.startswith(("qdrant://", "qdrants://")):
             raise ConfigError(
                 f"vector_store={self.vector_store!r}: write qdrant://HOST:6333, or qdrants:// for TLS"
