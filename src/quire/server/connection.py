@@ -29,7 +29,40 @@ class _Stage(Enum):
     BODY = 2
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
+class Http1Protocol(HttpToolsProtocol):
+    """Answers clients that offer HTTP/2 (Java's, `curl --http2`) or a WebSocket in HTTP/1.1."""
+
+    _data = b""  # the piece that is being parsed
+
+    def data_received(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+        self._data = b""
+
+    def on_headers_complete(self) -> None:
+        if not self._offers_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade:
+            super().on_message_complete()
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser takes what is behind such a head for another protocol: it gets the head without the offer."""
+        stop = sys.exception()
+        if isinstance(stop, HttpParserUpgrade) and self._offers_upgrade:
+            version = self.parser.get_http_version().encode()
+            line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+            kept = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = HttpRequestParser(self)
+            self.data_received(b"\r\n".join([line, *kept, b"", self._data[stop.args[0] :]]))
+
+
+class BoundedHttpProtocol(Http1Protocol):
     """uvicorn's protocol with limits: headers of `max_header_bytes` (431), complete within `header_timeout`, and a body
     that keeps arriving (408). A request that arrives in one piece costs no timer."""
 
@@ -40,7 +73,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_bytes = 0  # of an incomplete head, or of a body since the last look
         self._num_looks = 0
         self._is_refused = False
-        self._data = b""  # the piece that is being parsed
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -57,9 +89,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_bytes > MAX_IGNORED_BYTES:
                 self.transport.abort()
             return
-        before, self._data = self._stage, data
+        before = self._stage
         super().data_received(data)
-        stage, self._data = self._stage, b""
+        stage = self._stage
         if self._is_refused:
             return
         if stage is not before:
@@ -85,7 +117,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._settings.max_header_bytes:
             self._refuse_head(size)
-        elif not self._offers_upgrade:
+        else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -94,23 +126,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._stage = _Stage.IDLE
-        if not (self._is_refused or self._offers_upgrade):
+        if not self._is_refused:
             super().on_message_complete()
-
-    @property
-    def _offers_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Clients that offer HTTP/2 (Java's, `curl --http2`) or a WebSocket are answered in HTTP/1.1. The parser takes
-        what is behind such a head for another protocol: it gets the head again without the offer, and the body."""
-        stop = sys.exception()
-        if isinstance(stop, HttpParserUpgrade) and self._offers_upgrade and not self._is_refused:
-            version = self.parser.get_http_version().encode()
-            line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
-            kept = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
-            self.parser = HttpRequestParser(self)
-            self.data_received(b"\r\n".join([line, *kept, b"", self._data[stop.args[0] :]]))
 
     # ------------------------------------------------------------------ time
 

@@ -154,17 +154,10 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
         http=partial(BoundedHttpProtocol, settings),  # type: ignore[arg-type]
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        timeout_graceful_shutdown=LAST_BYTES_SECONDS,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+        lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
+        ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=LAST_BYTES_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
+    )  # fmt: skip
 
 
 def bind(settings: ServerSettings, shared: bool = False) -> socket.socket:
