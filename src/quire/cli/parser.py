@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--config",
             metavar="FILE",
-            help="read flags from a YAML or JSON file, `block-size: 32` for --block-size 32; flags given here win",
+            help="read flags from a YAML or JSON file, `block-size: 32` for --block-size 32; the command line wins",
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:

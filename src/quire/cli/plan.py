@@ -66,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--lora-rank", type=int, help="LoRA of all linear layers (default: all parameters trained)"
     )
-    group.add_argument("--qlora", action="store_true", help="with --lora-rank: base in NF4 or own blocks")
+    group.add_argument("--qlora", action="store_true", help="with --lora-rank: base in NF4 or its own blocks")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
 

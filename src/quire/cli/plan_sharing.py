@@ -44,17 +44,17 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--mig",
         metavar="GPU",
-        help="slices and layouts of this GPU (auto: of the one that is here); with a model: the slice it needs",
+        help="slices and layouts of this GPU (auto: of this machine's); with a model: the slice that it needs",
     )
-    group.add_argument("--slo-per-token", help="time per token to keep (default: 50ms)")
-    group.add_argument("--slo-request", help="and per request (default: 10s)")
+    group.add_argument("--slo-per-token", metavar="TIME", help="goal per token (default: 50ms)")
+    group.add_argument("--slo-request", metavar="TIME", help="goal per request (default: 10s)")
     group.add_argument("--users", type=int, help="requests at once (default: a table of 1 to 64)")
-    group.add_argument("--prompt-tokens", type=int, help="of a request (default: 512)")
-    group.add_argument("--output-tokens", type=int, help="of its answer (default: 128)")
+    group.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default: 512)")
+    group.add_argument("--output-tokens", type=int, help="tokens of an answer (default: 128)")
     group.add_argument("--figure", type=Path, metavar="FILE", help="PNG or SVG of latency over users")
     group.add_argument("--fleet", type=Path, metavar="FILE", help="place the models of this YAML file")
-    group.add_argument("--write", type=Path, metavar="FOLDER", help="write files that apply the plan there")
-    group.add_argument("--platform", choices=tuple(NAMESPACE), help="of these files (default: kubernetes)")
+    group.add_argument("--write", type=Path, metavar="FOLDER", help="write the files that apply the plan")
+    group.add_argument("--platform", choices=tuple(NAMESPACE), help="for --write (default: kubernetes)")
     group.add_argument(
         "--before",
         type=Path,

@@ -45,6 +45,8 @@ class RankPart:
     stages: Group = field(default_factory=Group)
     layers: tuple[int, int] | None = None  # of this stage; None: all
     world: Group = field(default_factory=Group)  # all ranks of all stages
+    # [ranks, bytes] uint8 that all of them map; None: no rank needs the others' bytes
+    shared: Tensor | None = None
 
     @property
     def is_first(self) -> bool:

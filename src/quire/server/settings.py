@@ -33,7 +33,7 @@ class ServerSettings:
     )
     port: int = setting(8000, "port, 0 for any free one")
     api_server_count: int = setting(
-        1, "HTTP processes on the port, all with the one engine (default: 1; more keep nothing in memory)"
+        1, "HTTP processes on the port, for one engine; more than one store no files and responses"
     )
     root_path: str = setting("", "path prefix that a proxy adds", metavar="PATH")
     ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS", metavar="FILE")
@@ -69,10 +69,10 @@ class ServerSettings:
         1000, "responses, chat completions (store: true) and conversations kept in memory"
     )  # 0 keeps none
     max_stored_responses_bytes: int = setting(
-        256 << 20, "their maximum size (default: 256MiB)", metavar="BYTES"
+        256 << 20, "maximum size of all of these (default: 256MiB)", metavar="BYTES"
     )
     max_stored_responses_seconds: float = setting(
-        30 * 86400.0, "seconds for which unused ones are kept (default: 30 days)"
+        30 * 86400.0, "seconds for which they are kept unused (default: 30 days)"
     )
     shutdown_timeout: float = setting(25, "seconds to finish running requests after SIGTERM")
     max_header_bytes: int = setting(
@@ -129,7 +129,7 @@ class ServerSettings:
     )  # and of a part of one
     data_parallel_size: int = setting(
         1,
-        "engines that serve the model, each on its own GPU or with its share of the cores",
+        "replicas: engines that serve the model, each on its own GPU or with its share of the cores",
         *("--data-parallel-size", "-dp"),
     )
     data_parallel_backend: str = setting(
@@ -139,22 +139,22 @@ class ServerSettings:
         metavar="NAME",
     )
     ray_address: str | None = setting(
-        None, "HOST:PORT of the Ray cluster (default: this machine's)", metavar="RAY_ADDRESS"
+        None, "head of the Ray cluster (default: the cluster of this machine)", metavar="HOST:PORT"
     )
     data_parallel_rpc_port: int = setting(
         0,
-        "with ray: port for the first engine's connection, the others' follow (default: any free ones)",
+        "with ray: port for the first engine's connection; others take the next ones (default: any free ones)",
         metavar="PORT",
     )
     roles: tuple[str, ...] = setting(
         (),
-        "role of each of them: prefill computes prompts, decode the answers, both does both",
+        "role of each replica: prefill computes prompts, decode the answers, both does both",
         metavar="ROLE,…",
         type=_separated,
     )
     routing_policy: str = setting(
         "prefix-work",
-        "which of them gets a request: prefix-work, least-work, least-requests or round-robin",
+        "which replica gets a request: prefix-work, least-work, least-requests or round-robin",
         metavar="NAME",
     )
     log_requests: bool = setting(False, "log one line for each request", **SWITCH)
