@@ -150,6 +150,23 @@ def test_a_page_that_is_left_in_mid_answer_keeps_what_came(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
+def test_settings_that_cannot_be_sent_leave_the_question_where_it_is(tab: Tab):
+    tab.ask("Hi", schema="{bad", max_tokens="4")
+    tab.page.wait_for_selector("#banner >> text=Settings, JSON schema")
+    assert tab.page.input_value(MESSAGE) == "Hi"
+    assert tab.page.locator(".turn").count() == 0
+    tab.page.click("#chat-settings")
+    tab.page.fill("textarea[name=schema]", "")
+    tab.page.focus(MESSAGE)
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector(".answer")
+    tab.wait_answered()
+    assert tab.page.locator(".turn.user").count() == 1
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
 def test_tokens_are_counted_and_tinted_as_far_as_they_are_known(tab: Tab):
     tab.ask("What is the capital of France?", temperature="0", tint=True)
     tab.wait_answered()

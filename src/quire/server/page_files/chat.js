@@ -242,6 +242,7 @@ class ChatView {
   submit() {
     const text = this.input.value.trim();
     if (!text || this.running) return;
+    try { this.body(null); } catch (error) { this.tell(error.message); return; } // settings that cannot be sent: the text stays
     this.input.value = "";
     this.grow();
     this.conversation.title ||= text.slice(0, 60);
