@@ -172,6 +172,7 @@ def test_scoring_needs_one_token_and_prompt_logprobs():
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"host": ""},
         {"port": -1},
         {"ssl_certfile": "a.pem"},
         {"ssl_certfile": "none.pem", "ssl_keyfile": "none.pem"},

@@ -177,6 +177,8 @@ class ServerSettings:
         return self.data_dir != "none" and self.api_server_count == 1
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for any network")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
         if self.api_server_count != 1:
