@@ -23,6 +23,7 @@ from quire.core.request import EmbedRequest
 from quire.server.encoder_requests import encoded, encoder_with_room, kept_tokens, new_id, token_ids
 from quire.server.encoders import EMBEDDINGS, encode_vector
 from quire.server.errors import ApiError
+from quire.server.generation import Generation
 from quire.server.protocol.base import Many, Usage
 from quire.server.reply import EventStream, JsonReply
 from quire.server.served_models import ServedModel
@@ -233,7 +234,7 @@ async def _answer(
     service: Service, request: Request, fields: dict[str, Any], body: _OllamaRequest, is_chat: bool
 ) -> Response:
     reply = await translated_chat(service, request, fields, _NAMES)
-    builder = AnswerBuilder(body.model, is_chat)
+    builder = AnswerBuilder(body.model, is_chat, reply.generation)
     if body.stream:
         return LineStream(TranslatedEvents(reply, builder, _NAMES, encode=lines), reply.response_id)
     await build_whole(reply, builder, _NAMES)
@@ -262,10 +263,8 @@ async def _embedded(
 class AnswerBuilder:
     """A chat's deltas as records of Ollama's: one for each piece of text, the last with counts and times."""
 
-    def __init__(self, model: str, is_chat: bool) -> None:
-        self._model, self._is_chat = model, is_chat
-        self._began = time.perf_counter_ns()
-        self._first: int | None = None  # when the first token came
+    def __init__(self, model: str, is_chat: bool, generation: Generation) -> None:
+        self._model, self._is_chat, self._generation = model, is_chat, generation
         self._text = self._thinking = ""
         self._calls: dict[int, dict[str, str]] = {}  # by the chat's number
         self.whole: dict[str, Any] = {}
@@ -274,8 +273,6 @@ class AnswerBuilder:
         return []
 
     def take(self, delta: dict[str, Any], _logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        if self._first is None:
-            self._first = time.perf_counter_ns()
         text, thinking = delta.get("content") or "", delta.get("reasoning_content") or ""
         self._text += text
         self._thinking += thinking
@@ -289,8 +286,9 @@ class AnswerBuilder:
     def end(
         self, finish_reason: str | None, _stop_reason: int | str | None, usage: Usage
     ) -> list[dict[str, Any]]:
-        now = time.perf_counter_ns()
-        first = self._first or now
+        answer, now = self._generation.answers[0], time.monotonic()
+        first = answer.first_token or now
+        prompt_ns, answer_ns = int((first - answer.arrival) * 1e9), int((now - first) * 1e9)
         calls = [
             {"function": {"name": call["name"], "arguments": call_input(call["arguments"])}}
             for _, call in sorted(self._calls.items())
@@ -299,12 +297,12 @@ class AnswerBuilder:
         counts = {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
-            "total_duration": now - self._began,
+            "total_duration": prompt_ns + answer_ns,
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": first - self._began,
+            "prompt_eval_duration": prompt_ns,
             "eval_count": usage["completion_tokens"],
-            "eval_duration": now - first,
+            "eval_duration": answer_ns,
         }
         self.whole = {**self._record(self._text, self._thinking, calls), **counts}
         return [*before, {**self._record("", "", ()), **counts}]
