@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from quire.cli.plan_training import plan_training
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.engine.build.resolve import is_simulated, resolve_device
 from quire.models.weight_shape import WeightGroup, WeightShape
 
 USUAL_CONTEXT = 2048
@@ -96,8 +98,8 @@ def _check(arguments: argparse.Namespace) -> None:
     given = ("context", "concurrency", "price_per_hour", "bandwidth", "tflops", "memory")
     for name in (*given, "ranks", "parameters", "lora_rank"):
         value = getattr(arguments, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
 
 
 def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
@@ -109,7 +111,9 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
         on_gpu = config.runner.device != "cpu"
         name = f"a {'GPU' if on_gpu else 'machine'} with {in_bytes(arguments.memory)}"
         return Device(name, on_gpu, arguments.memory, rate, flops, "as given")
-    if config.runner.device != "cpu" and torch.cuda.is_available():
+    if is_simulated(config.runner.device):
+        raise ConfigError(f"--device {config.runner.device} is not planned: name a GPU, as in --gpu h200")
+    if resolve_device(config.runner.device).type == "cuda":
         return _gpu_here(rate, flops)
     return Device(
         f"this machine, {cpu_name()}", False, None, rate or cpu_read_rate(), flops, "measured just now"
@@ -118,7 +122,8 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
 
 def _gpu_here(rate: float, flops: float) -> Device:
     here = describe_gpus()[0]
-    device = Device(here.name, True, here.memory_bytes, rate, flops, "as PyTorch reports it")
+    source, float8 = "as PyTorch reports it", torch.cuda.get_device_capability() >= (8, 9)
+    device = Device(here.name, True, here.memory_bytes, rate, flops, source, float8)
     with suppress(ConfigError):  # not in the table
         known = find_gpu(here.name)
         device = replace(
@@ -198,7 +203,7 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
         ],
         ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{limit}"],
     ]
-    if not device.on_gpu:
+    if not device.on_gpu and not capacity.is_rank:
         lines.append(
             [
                 "memory",
@@ -271,7 +276,7 @@ def _record(
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "kv_dtype": capacity.kv_dtype,
         "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},
-        "server_bytes": None if device.on_gpu else capacity.server_bytes,
+        "server_bytes": None if device.on_gpu or capacity.is_rank else capacity.server_bytes,
         "context": context,
         "sequences": capacity.sequences_of(context),
         "max_model_len": capacity.max_model_len,
