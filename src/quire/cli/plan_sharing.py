@@ -20,7 +20,7 @@ from quire.fleet import nvml
 from quire.fleet.manifests import NAMESPACE, NO_NAME, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, changed, lower_bound, moved, num_used, pack
-from quire.fleet.plan_file import SLO_FIELDS, FleetFile, FleetModel, read_fleet, slo_value
+from quire.fleet.plan_file import OF_DEVICE, SLO_FIELDS, FleetFile, FleetModel, read_fleet, slo_value
 
 AUTO = "auto"
 _OF_FILES = ("write", "before", "platform")
@@ -36,7 +36,6 @@ _OTHERS = (
     "train",
     "parameters",
 )
-_OF_DEVICE = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_threads", "sm_share")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -110,7 +109,7 @@ def _check_flags(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> 
                 )
         elif name in _OF_FILES:
             raise ConfigError(f"{flag} is for the plan of a fleet: give --fleet FILE, or leave it out")
-        elif arguments.mig is not None and name in (*_OTHERS, *_OF_DEVICE):
+        elif arguments.mig is not None and name in (*_OTHERS, *OF_DEVICE):
             raise ConfigError(
                 f"{flag} changes nothing beside --mig, whose slices are simulated: leave it out"
             )
