@@ -281,6 +281,24 @@ def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.C
     assert "none: [Errno 2] No such file" in capsys.readouterr().err
 
 
+def test_planning_again_drains_only_nodes_whose_slices_change(tmp_path: Path) -> None:
+    nodes = "nodes: [{name: n1, gpus: 1}, {name: n2, gpus: 2}, {name: n3, gpus: 1}]"
+    models = [f"- {{name: m{i}, model: org/m{i}, slice: 4g.40gb}}" for i in range(2)]
+    more = "- {name: n, model: org/n, slice: 7g.80gb}"
+    fleet, drained = tmp_path / "fleet.yaml", []
+    for number, lines in enumerate(([], [], [more], [more])):
+        fleet.write_text("\n".join(["card: a100-80g", nodes, "models:", *models, *lines]))
+        words = ["plan", "--fleet", str(fleet), "--write", str(tmp_path / f"{number}")]
+        before = ["--before", str(tmp_path / f"{number - 1}" / "mig-parted.yaml")]
+        assert main([*words, *(before if number else [])]) == 0
+        script = (tmp_path / f"{number}" / "apply.sh").read_text()
+        drained.append([line for line in script.splitlines() if " drain " in line or " wait " in line])
+        assert script.endswith("kubectl apply -f deployments.yaml\n")
+    assert [line.partition(" --")[0] for lines in drained for line in lines] == [
+        "kubectl drain n1 n2", "kubectl wait node n1 n2", "kubectl drain n2", "kubectl wait node n2",
+    ]  # fmt: skip
+
+
 FAKE_NVML = r"""
 #include <stdio.h>
 #include <string.h>

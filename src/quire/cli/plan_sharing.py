@@ -218,7 +218,8 @@ def _fleet(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         nodes = fleet.nodes or (Node(NO_NAME, len(best.gpus)),)
         served = {model.name: [model.source, *model.flags] for model in fleet.models}
-        write(arguments.write, best.gpus, nodes, served, arguments.platform or "kubernetes")
+        again = changed(best.before, best.gpus) if best.before else None
+        write(arguments.write, best.gpus, nodes, served, arguments.platform or "kubernetes", again)
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
 
