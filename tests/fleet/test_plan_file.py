@@ -30,9 +30,9 @@ from quire.fleet.plan_file import read_fleet
         ("{name: a, users: 3, rate: 1}", "`users` and `rate` are given: leave one of them out"),
         (
             "{name: a, slice: 1g.10gb, settings: {tensor_parallel_size: 2}}",
-            "tensor_parallel_size is 2, and the plan decides it: leave it out",
+            "tensor_parallel_size is 2: leave it to the plan",
         ),
-        ("{name: a, settings: {device: cpu}}", "device is 'cpu', and the plan decides it"),
+        ("{name: a, settings: {device: cpu}}", "device is 'cpu': leave it to the plan"),
         ("{name: a, slo_per_token: fast}", "slo_per_token is 'fast'"),
         ("{name: a}, {name: a}", "'a' is given twice"),
         ("{name: a, rate: -1}", "rate is -1: give requests per second above 0"),

@@ -259,7 +259,7 @@ def test_names_are_quoted_in_commands(tmp_path, capsys):
         ),
         (
             {"models": "{name: a, model: llama-1b, rate: 1, settings: {max_num_seqs: 4}}"},
-            "max_num_seqs is 4, and the plan decides it: leave it out",
+            "max_num_seqs is 4: leave it to the plan",
         ),
         ({"gpus": "{a100-40: 2}"}, "'a100-40' is not known: choose from a100-40g"),
         ({"gpus": "{h200: 0}"}, "gpus: h200 is 0: give a whole number from 1"),

@@ -44,10 +44,6 @@ class Gpu:
     measured: float | None = None  # bytes per second
     float8: bool = True  # has matrix units for it
 
-    @property
-    def read_rate(self) -> float:
-        return self.measured or self.bandwidth
-
 
 GPUS = (
     Gpu(
@@ -109,7 +105,8 @@ class Device:
 
 
 def device_of(gpu: Gpu) -> Device:
-    return Device(gpu.name, True, gpu.memory, gpu.read_rate, gpu.flops, gpu.source, gpu.float8)
+    rate = gpu.measured or gpu.bandwidth
+    return Device(gpu.name, True, gpu.memory, rate, gpu.flops, gpu.source, gpu.float8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +123,8 @@ class Capacity:
     max_model_len: int
     max_num_seqs: int
     num_resident: int | None = None  # experts of each layer that stay, by use; None: all weights stay
+    away_bytes: int = 0  # of weights that are not on the device
     is_rank: bool = False  # one of several, beside which others take memory
-
-    @property
-    def away_bytes(self) -> float:
-        """Of weights that are not on the device."""
-        return _away_bytes(self.weights, self.num_resident)
 
     @property
     def engine_bytes(self) -> int:
@@ -146,7 +139,7 @@ class Capacity:
     @property
     def server_bytes(self) -> int:
         """Host memory of `quire serve` on a CPU once the pool is full."""
-        weights = self.weights.num_bytes - int(self.away_bytes)
+        weights = self.weights.num_bytes - self.away_bytes
         return weights + self.pool.num_bytes + self.engine_bytes + self.http_bytes
 
     def sequences_of(self, context: int) -> int:
@@ -188,12 +181,8 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     most = max(ranks, key=lambda rank: rank.weights.num_bytes + fewest * rank.pool.block_bytes)
     if fewest == most.pool.num_blocks:
         return most
-    pool = replace(
-        most.pool,
-        num_blocks=fewest,
-        num_bytes=(fewest + 1) * most.pool.block_bytes,
-        limit="the smallest rank",
-    )
+    num_bytes = (fewest + 1) * most.pool.block_bytes
+    pool = replace(most.pool, num_blocks=fewest, num_bytes=num_bytes, limit="the smallest rank")
     return replace(most, pool=pool, max_num_seqs=min(rank.max_num_seqs for rank in ranks))
 
 
@@ -228,30 +217,22 @@ def _capacity_of(
     groups = layer_groups(config, model, max_model_len)
     layout = block_layout(config.memory.block_size, model, precision, groups)
     num_resident = _resident_experts(config, device, weights)
-    kept_bytes = sharing * (weights.num_bytes - int(_away_bytes(weights, num_resident)))
+    away_bytes = _away_bytes(weights, num_resident)
+    kept_bytes = sharing * (weights.num_bytes - away_bytes)
     free = _free_bytes(config, device, kept_bytes, mapped=precision.format.worth_keeping) // sharing
     max_rows, _ = default_limits(config.scheduler, precision.device)
     pool = pool_size(config.memory, layout, groups, max_rows, max_model_len, free)
     return Capacity(
-        model_name=name,
-        model=model,
-        format_name=precision.format_name,
-        kv_dtype=precision.kv_dtype,
-        weights=weights,
-        kv_bytes_per_token=layout.bytes_per_token,
-        pool=pool,
-        max_model_len=max_model_len,
-        max_num_seqs=min(max_rows, pool.num_blocks // groups.num_groups),
-        num_resident=num_resident,
-        is_rank=part is not None,
-    )
+        name, model, precision.format_name, precision.kv_dtype, weights, layout.bytes_per_token, pool, max_model_len,
+        min(max_rows, pool.num_blocks // groups.num_groups), num_resident, away_bytes, part is not None,
+    )  # fmt: skip
 
 
-def _away_bytes(weights: WeightShape, num_resident: int | None) -> float:
+def _away_bytes(weights: WeightShape, num_resident: int | None) -> int:
     experts = weights.experts
     if num_resident is None or experts is None:
-        return 0.0
-    return (experts.num_experts - num_resident) * experts.num_layers * experts.expert_bytes
+        return 0
+    return int((experts.num_experts - num_resident) * experts.num_layers * experts.expert_bytes)
 
 
 def _resident_experts(config: EngineConfig, device: Device, weights: WeightShape) -> int | None:

@@ -25,7 +25,7 @@ from quire.fleet.plan_file import OF_DEVICE, SLO_FIELDS, FleetFile, FleetModel, 
 AUTO = "auto"
 _OF_FILES = ("write", "before", "platform")
 _PARTS = ("users", *SLO_FIELDS, "figure", *_OF_FILES)  # flags that need others
-_OTHERS = (
+_OTHERS = [
     "gpu",
     "memory",
     "bandwidth",
@@ -35,16 +35,13 @@ _OTHERS = (
     "concurrency",
     "train",
     "parameters",
-)
+]
 
 
 def add_arguments(parser: Parser) -> None:
     group = parser.group("sharing GPUs")
-    group.add_argument(
-        "--mig",
-        metavar="GPU",
-        help="slices and layouts of this GPU (auto: of the one that is here); with a model: the slice it needs",
-    )
+    help_mig = "slices and layouts of this GPU (auto: of the one here); with a model: the slice it needs"
+    group.add_argument("--mig", metavar="GPU", help=help_mig)
     group.add_argument("--slo-per-token", help="time per token to keep (default: 50ms)")
     group.add_argument("--slo-request", help="and per request (default: 10s)")
     group.add_argument("--users", type=int, help="requests at once (default: a table of 1 to 64)")
@@ -54,12 +51,8 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--fleet", type=Path, metavar="FILE", help="place the models of this YAML file")
     group.add_argument("--write", type=Path, metavar="FOLDER", help="write files that apply the plan there")
     group.add_argument("--platform", choices=tuple(NAMESPACE), help="of these files (default: kubernetes)")
-    group.add_argument(
-        "--before",
-        type=Path,
-        metavar="FILE",
-        help="with --fleet: the mig-parted.yaml in use; its slices stay as far as possible",
-    )
+    help_before = "with --fleet: the mig-parted.yaml in use; its slices stay as far as possible"
+    group.add_argument("--before", type=Path, metavar="FILE", help=help_before)
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
@@ -110,9 +103,7 @@ def _check_flags(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> 
         elif name in _OF_FILES:
             raise ConfigError(f"{flag} is for the plan of a fleet: give --fleet FILE, or leave it out")
         elif arguments.mig is not None and name in (*_OTHERS, *OF_DEVICE):
-            raise ConfigError(
-                f"{flag} changes nothing beside --mig, whose slices are simulated: leave it out"
-            )
+            raise ConfigError(f"{flag} changes nothing beside --mig, which simulates slices: leave it out")
         elif name != "mig" and (arguments.mig is None or "model" not in settings):
             raise ConfigError(
                 f"{flag} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"

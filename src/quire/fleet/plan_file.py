@@ -168,15 +168,11 @@ def _model(entry: Any, common: Mapping[str, Any], where: str, whole: bool) -> Fl
     if whole and "rate" not in entry:
         raise ConfigError(f"{where}: give `rate`, its requests per second")
     return FleetModel(
-        name=str(named["name"]),
-        source=str(named["model"]),
-        users=_users(entry, slo, where),
-        rate=float(entry.get("rate", 0.0)),
-        slo=slo,
-        settings=_settings(entry, where, _OF_GROUP if whole else OF_DEVICE),
+        name=str(named["name"]), source=str(named["model"]), users=_users(entry, slo, where), slo=slo,
+        rate=float(entry.get("rate", 0.0)), settings=_settings(entry, where, _OF_GROUP if whole else OF_DEVICE),
         slice=None if entry.get("slice") is None else str(entry["slice"]),
         replicas=whole_number(entry.get("replicas", 1), f"{where}: replicas", MAX_MODELS),
-    )
+    )  # fmt: skip
 
 
 def _users(entry: Mapping[str, Any], slo: Mapping[str, float], where: str) -> int:
@@ -213,9 +209,7 @@ def _settings(entry: Mapping[str, Any], where: str, planned: Collection[str]) ->
     switches = {field.name for fields in setting_groups().values() for field in fields if field.type is bool}
     for name, value in settings.items():
         if name in planned:
-            raise ConfigError(
-                f"{where}: settings: {name} is {value!r}, and the plan decides it: leave it out"
-            )
+            raise ConfigError(f"{where}: settings: {name} is {value!r}: leave it to the plan")
         if isinstance(value, bool) != (name in switches):
             wanted = "true or false" if name in switches else "its value, not true or false"
             raise ConfigError(f"{where}: settings: {name} is {value!r}: give {wanted}")
