@@ -62,6 +62,9 @@ def test_a_file_that_is_no_yaml_is_refused_with_its_line(tmp_path: Path) -> None
     path.write_text("card: a100-80g\nmodels:\n\t- {name: a}\n")
     with pytest.raises(ConfigError, match=r"that cannot start any token.* line 3, column 1"):
         read_fleet(path)
+    path.write_text("[" * 5000)
+    with pytest.raises(ConfigError, match=r"--fleet .*: maximum recursion depth exceeded"):
+        read_fleet(path)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def read_mig_parted(text: str, card: Card, nodes: Sequence[Node] = ()) -> list[C
         document = yaml.safe_load(text)
         version = document["version"]
         configs = dict(document["mig-configs"]) if version == "v1" else {}
-    except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"this is no mig-parted file ({type(error).__name__}: {error}): give the mig-parted.yaml that --write made"
         ) from error

@@ -89,7 +89,7 @@ def read_fleet(path: Path) -> FleetFile:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes: name at most {MAX_MODELS} models")
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"--fleet {path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"--fleet {path} holds no mapping: see docs/sharing.md for its form")
