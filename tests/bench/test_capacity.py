@@ -110,6 +110,12 @@ def test_a_plan_of_ranks_is_refused_as_the_engine_refuses_them(ranks, words):
         plan_capacity(config, source, device_of(find_gpu("h200")))
 
 
+def test_a_plan_leaves_the_margin_that_the_engine_leaves_on_a_gpu():
+    gpu = device_of(find_gpu("l4"))
+    planned = plan_capacity(EngineConfig.of(gpu_memory_utilization=1.0), open_source(None), gpu)
+    assert planned.weights.num_bytes + planned.pool.num_bytes <= gpu.memory - sizing.GPU_MARGIN
+
+
 def test_ranks_of_a_machine_share_what_it_has_free():
     source = open_source(None)
     one, *three = (

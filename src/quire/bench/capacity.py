@@ -28,7 +28,7 @@ from quire.models.weight_shape import WeightShape, weight_shape
 from quire.parallel.cut import cut_layers, cut_model
 from quire.parallel.group import Group
 from quire.quant.choice import NO_FLOAT8
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, free_host_bytes, pool_size
 from quire.weights.source import Source
 
 GiB = 1 << 30
@@ -285,7 +285,7 @@ def _free_bytes(config: EngineConfig, device: Device, kept_bytes: int, mapped: b
         now = free_host_bytes()
         return now if now >= CPU_POOL_LIMIT else int(max(0, now - CPU_POOL_SHARE * kept))
     assert device.memory is not None, "a GPU's memory is known"
-    usable = int(device.memory * config.memory.gpu_memory_utilization)
+    usable = min(int(device.memory * config.memory.gpu_memory_utilization), device.memory - GPU_MARGIN)
     left = usable - kept_bytes - GPU_CONTEXT_BYTES
     if left <= 0:
         raise ConfigError(
