@@ -37,7 +37,7 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     """Rank 0's plan, and its peers, which load meanwhile. ConfigError where the model cannot be cut."""
     parallel = config.parallel
     plan = make_plan(on_rank(config, 0), progress)
-    _check(config, plan.model)
+    check_ranks(config, plan.model, plan.precision.device.type == "cuda")
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
     device = plan.precision.device.type  # `auto` may be another one on another machine
@@ -180,15 +180,16 @@ def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return replace(config, memory=memory, runner=replace(config.runner, device=f"cuda:{rank % count}"))
 
 
-def _check(config: EngineConfig, model: ModelConfig) -> None:
+def can_be_cut(architecture: str) -> bool:
+    """Whether ranks can hold parts of its layers. Norms of OLMo 2 and 3 are of all heads together."""
+    return KNOWN[architecture].file == "llama" and not architecture.startswith("Olmo")
+
+
+def check_ranks(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> None:
     """ConfigError for what ranks cannot do yet."""
     memory, drafts, why = config.memory, config.speculative_config, ""
-    stages, on_gpu = (
-        config.parallel.pipeline_parallel_size,
-        resolve_device(config.runner.device).type == "cuda",
-    )
-    norms_of_rows = model.architecture in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")  # of all heads together
-    if KNOWN[model.architecture].file != "llama" or norms_of_rows:
+    stages = config.parallel.pipeline_parallel_size
+    if not can_be_cut(model.architecture):
         why = f"{model.architecture} cannot be cut into ranks: choose a Llama-type model"
     elif memory.kv_offload_dir is not None and (
         on_gpu or config.parallel.distributed_executor_backend == "ray"
