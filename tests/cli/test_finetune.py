@@ -68,11 +68,40 @@ def test_an_adapter_is_trained_and_the_way_to_serve_it_is_shown(run, data, tmp_p
     assert "holds a finished adapter: give another --output, or --overwrite" in again.err
 
 
-@pytest.mark.parametrize("nice", ["-1", "20"])
-def test_a_priority_that_cannot_be_given_is_refused(nice, run, data):
-    ran = run("finetune", str(data), "--nice", nice)
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--nice", "-1", "--nice -1 cannot work: give 0 to 19"),
+        ("--nice", "20", "--nice 20 cannot work: give 0 to 19"),
+        ("--num-threads", "0", "--num-threads=0 must be a whole number of at least 1"),
+        ("--ranks", "0", "--ranks=0 must be a whole number of at least 1"),
+        (
+            "--output",
+            "data.jsonl",
+            "--output data.jsonl: data.jsonl is no folder that can be written: choose another",
+        ),
+        ("--output", "data.jsonl/mine", "data.jsonl is no folder that can be written: choose another"),
+    ],
+)
+def test_what_cannot_be_given_is_one_line_before_anything_is_read(
+    flag, value, said, run, data, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    ran = run("finetune", "data.jsonl", "--model", "nowhere", flag, value)
     assert ran.code == 2
-    assert f"--nice {nice} cannot work: give 0 to 19" in ran.err
+    assert said in ran.error
+
+
+def test_a_run_that_begins_again_leaves_other_files_of_the_folder(run, data, tmp_path):
+    """--output may be a folder of the user's own, even the one with the data."""
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    model = make_model(tmp_path / "tiny")
+    words = ["--epochs", "1", "--batch-size", "8", "--rank", "2", "--num-threads", "1", "--overwrite"]
+    ran = run("finetune", data, "--model", model, "--output", tmp_path, *words)
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size > 0
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_bad_data_is_one_line_and_the_reason_is_kept(run, data, tmp_path):

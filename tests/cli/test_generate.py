@@ -41,6 +41,48 @@ def test_standard_input_is_one_prompt(run, monkeypatch):
     assert json.loads(ran.out)["prompt"] == "The capital of\nFrance is"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", "One, two"), ("a.jsonl", '"One, two"'), ("-", "One, two")]
+)
+def test_a_byte_order_mark_is_no_part_of_a_prompt(name, text, run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", Pipe(f"\ufeff{text}\n"))
+    (tmp_path / name).write_text(f"\ufeff{text}\r\n")
+    ran = run("generate", "--prompt-file", name, "--max-tokens", "2", "--json", *GREEDY)
+    assert json.loads(ran.out)["prompt"] == "One, two"
+
+
+class Interrupts(io.StringIO):
+    """Standard output at which someone presses ctrl-C as soon as there is a line."""
+
+    def write(self, text):
+        if not self.getvalue():
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_a_result_is_shown_before_later_prompts_are_served(run, monkeypatch, tmp_path):
+    (tmp_path / "prompts.txt").write_text("One, two\n" * 8)
+    shown, before = Interrupts(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(sys, "stdout", shown)
+    try:
+        words = ("--max-tokens", "2", "--max-num-seqs", "1", "--json", *GREEDY)
+        ran = run("generate", "--prompt-file", tmp_path / "prompts.txt", *words)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ran.code, ran.err) == (130, "")
+    assert 1 <= shown.getvalue().count("\n") < 8
+
+
+def test_results_of_another_run_stay_until_the_model_is_there(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("results\n")
+    assert run("generate", tmp_path / "none", "-p", "x", "-o", out).code == 2
+    assert out.read_text() == "results\n"
+    assert run("generate", "-p", "x", "-o", out, "--max-tokens", "2", *GREEDY).code == 0
+    assert json.loads(out.read_text())["index"] == 0
+
+
 def test_records_have_what_was_asked_for(run, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One two\u2028three\n\nThe capital of France is\n")

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +93,38 @@ def _record(cache: Path, pid: int, birth: str) -> Path:
     fields = {"model": "builtin", "url": "http://127.0.0.1:9", "pid": pid, "birth": birth, "since": 0.0}
     path.write_text(json.dumps({**fields, "flags": [], "log": "x.log"}))
     return path
+
+
+START = """
+import signal, sys
+from quire.cli import background
+
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+sys.executable = sys.argv[1]
+background._folder().mkdir(parents=True)
+background.start("builtin", [], "-1")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_start_that_is_ended_leaves_no_server(number, tmp_path):
+    """`quire ps` did not list it, and the next `quire run` started another."""
+    slow, pid = tmp_path / "slow", tmp_path / "pid"  # a server that never serves
+    slow.write_text(f"#!/bin/sh\necho $$ > {pid}.part && mv {pid}.part {pid}\nexec sleep 600\n")
+    slow.chmod(0o755)
+    environment = {**os.environ, "QUIRE_CACHE": str(tmp_path / "cache")}
+    starting = subprocess.Popen([sys.executable, "-c", START, str(slow)], env=environment)
+    while not pid.exists():
+        assert starting.poll() is None
+        time.sleep(0.05)
+    server = int(pid.read_text())
+    birth = process_birth(server)
+    assert birth
+    starting.send_signal(number)
+    assert starting.wait(60) == 128 + number
+    while process_birth(server) == birth:  # until init has noticed its end
+        time.sleep(0.05)
 
 
 def test_a_file_of_another_process_is_removed(cache, run):

@@ -133,7 +133,7 @@ def test_the_command_line(files: Path, tmp_path: Path, capsys: pytest.CaptureFix
     folder = str(tmp_path / "index")
     assert main(["index", "add", folder, str(files)]) == 2  # one file was refused
     captured = capsys.readouterr()
-    assert "photo.png: .png files are not supported" in captured.err
+    assert f"{files / 'photo.png'}: .png files are not supported" in captured.err
     assert captured.out == "4 files read; the index has 4 files and 4 passages\n"
     assert main(["index", "list", folder]) == 0
     assert "grok.pdf" in capsys.readouterr().out
@@ -157,6 +157,11 @@ def test_the_command_line(files: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["ask", "why?", "README.md", "--chunk-size", "5"], "--chunk-size is 5: give 100 to 4096"),
         (["index", "list", "nowhere"], "nowhere holds no index: `quire index add nowhere FILE` makes one"),
         (["index", "search", "nowhere", "x", "--filter", "{"], "--filter is no valid JSON"),
+        (
+            ["ask", "why?", "--index", "nowhere"],
+            "nowhere holds no index: `quire index add nowhere FILE` makes",
+        ),
+        (["index", "add", "README.md", "docs"], "README.md is a file: give the folder of an index"),
     ],
 )
 def test_wrong_words_on_the_command_line(
@@ -164,3 +169,16 @@ def test_wrong_words_on_the_command_line(
 ) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+    assert not Path("nowhere").exists()
+
+
+def test_an_index_that_sqlite_cannot_read_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "library.sqlite").write_text("no database")
+    assert main(["index", "list", str(tmp_path / "broken")]) == 2
+    assert "library.sqlite is no index (file is not a database): remove it" in capsys.readouterr().err
+    (tmp_path / "closed" / "library.sqlite").mkdir(parents=True)
+    assert main(["index", "add", str(tmp_path / "closed"), "README.md"]) == 1
+    assert "closed cannot be used (" in capsys.readouterr().err

@@ -84,6 +84,8 @@ def test_vectors_may_be_shortened_and_texts_cut(embedder: Embedder) -> None:
     numpy.testing.assert_allclose(short, whole / numpy.linalg.norm(whole, axis=1, keepdims=True), rtol=1e-6)
     with pytest.raises(InvalidRequest, match="outside 1 to 384"):
         embedder.embed("a", use_tqdm=False, dimensions=385)
+    with pytest.raises(InvalidRequest, match="dimensions='32' is outside 1 to 384"):
+        embedder.embed("a", use_tqdm=False, dimensions="32")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"tokens and this model takes 256"):
         embedder.embed(TEXTS, use_tqdm=False)
     assert not embedder.engine.has_work

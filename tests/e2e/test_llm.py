@@ -1,12 +1,14 @@
 """LLM as its users meet it, on the built-in model."""
 
 import math
+import os
+import signal
 import time
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.errors import ConfigError, ContextExceeded, InvalidRequest, QuireError
+from quire.core.errors import ConfigError, ContextExceeded, EngineDead, InvalidRequest, QuireError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
@@ -159,6 +161,7 @@ def test_a_bad_request_is_one_clear_line_and_the_engine_serves_on(llm, prompt, s
         ({"device": "cuda:7"}, "PyTorch sees no GPU here"),
         ({"quantization": "int3"}, "quantization='int3' is not known"),
         ({"steps_in_flight": 2}, "must be 0 or 1"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(settings, message):
@@ -181,8 +184,45 @@ def test_closing_twice_is_fine_and_a_context_manager_closes():
     with LLM(use_tqdm=False, num_blocks=64) as engine:
         assert engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     engine.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
+    with pytest.raises(EngineDead, match="the engine was closed: load the model again"):
         engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+@pytest.mark.parametrize("sampling", [{"n": 1}, [GREEDY, None], (5 for _ in range(2))])
+def test_what_is_no_sampling_parameters_is_refused_in_one_line(llm, sampling):
+    with pytest.raises(InvalidRequest, match=r"the sampling parameters are a \w+: give SamplingParams"):
+        llm.generate(["one", "two"], sampling, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [5, QUESTION[0], (message for message in QUESTION)])
+def test_messages_that_are_no_list_are_refused(llm, messages):
+    with pytest.raises(InvalidRequest, match="messages must be a list of messages, not "):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_a_second_call_is_refused_and_the_first_one_loses_nothing(llm):
+    """Its tokens went to whichever call stepped the engine, and both ended with parts of answers."""
+    (whole,) = llm.generate("Count: one, two,", GREEDY, use_tqdm=False)
+    stream = llm.stream(llm.prepare("Count: one, two,"), GREEDY)
+    pieces = [next(stream).text]
+    with pytest.raises(QuireError, match="another call is under way"):
+        llm.generate("Hi", GREEDY, use_tqdm=False)
+    pieces += [piece.text for piece in stream]
+    assert "".join(pieces) == whole.outputs[0].text
+    assert llm.generate("Hi", GREEDY, use_tqdm=False)[0].finished
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_is_refused_and_does_not_wait_for_threads_that_it_has_not(llm):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # it waited for ever
+        try:
+            llm.generate("Hi", GREEDY, use_tqdm=False)
+        except EngineDead as error:
+            os._exit(7 if "was forked from" in str(error) else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_parameters_that_break_a_row_end_their_own_request_only(llm):

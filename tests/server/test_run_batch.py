@@ -52,6 +52,10 @@ def test_a_line_that_is_no_request_says_why(text: str, custom_id: str | None, sa
     assert said in found.message
 
 
+def test_a_byte_order_mark_is_no_part_of_a_request():
+    assert isinstance(parse_line(1, "\ufeff" + completion("a")), BatchLine)
+
+
 def test_a_row_file_keeps_what_is_finished_and_drops_what_is_torn(tmp_path: Path):
     path = tmp_path / "out.jsonl"
     rows = RowFile(str(path))
@@ -144,6 +148,24 @@ def test_a_batch_of_which_nothing_could_run_has_another_exit_code(tmp_path: Path
     (tmp_path / "bad.jsonl").write_text("nonsense\n")
     assert run_batch("-i", tmp_path / "bad.jsonl", "-o", tmp_path / "out.jsonl").returncode == 2
     assert rows_of(tmp_path / "out.jsonl")[None]["error"]["code"] == "invalid_line"
+
+
+@pytest.mark.e2e
+def test_a_full_disk_and_a_reader_that_has_left_end_a_batch_without_a_fault_of_its_own(tmp_path: Path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(completion(f"{n}") for n in range(20)))
+    full = run_batch("-i", source, "-o", "/dev/full", "--quiet")
+    assert (full.returncode, full.stderr.splitlines()) == (
+        1,
+        [
+            "quire: /dev/full holds what is done: --resume goes on",
+            "quire: error: [Errno 28] No space left on device: '/dev/full'",
+        ],
+    )
+    command = [sys.executable, "-m", "quire", "run-batch", "-i", source, "-o", "-", "--quiet", *SMALL]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 1)
 
 
 @pytest.mark.e2e

@@ -17,7 +17,7 @@ from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.rag.chunks import check_chunking
-from quire.rag.library import CitedPassage
+from quire.rag.library import CitedPassage, opened_library
 from quire.rag.parse import ParseError
 from quire.rag.retriever import ANSWER_TOKENS, CHUNK_OVERLAP, CHUNK_TOKENS, Retriever, files_in
 
@@ -49,6 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.files and arguments.index is None:
         raise InvalidRequest("there is nothing to read: name files, or an index with --index FOLDER")
     engine_settings(arguments)
+    if not arguments.files:
+        with opened_library(Path(arguments.index)):
+            pass  # an index that is not there is said before a model is loaded, and not made
     paths = list(files_in(arguments.files))
     if not arguments.quiet:
         announce_compiling()

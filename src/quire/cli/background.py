@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -115,28 +116,49 @@ def start_lock() -> Iterator[None]:
 
 
 def start(name: str, flags: Sequence[str], keep_alive: str) -> BackgroundServer:
-    """Starts `quire serve` and returns when it serves; EngineDead with the last error of its log if it ends before."""
+    """Starts `quire serve` and returns when it serves; EngineDead with the last error of its log if it ends before.
+
+    SIGTERM and a terminal that closes end the start with the server, of which there is no record yet.
+    """
     stem = f"{Path(name).name}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     log = _folder() / f"{stem}.log"
     command = [sys.executable, "-m", "quire", "serve", *([] if name == BUILTIN else [name])]
     command += ["--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text"]
     command += ["--keep-alive", keep_alive, *flags]
-    with open(log, "wb") as output:
+    with _ended_by_signals(), open(log, "wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    try:
-        url = _serving(name, process, log)
-        birth = process_birth(process.pid) or ""
-        server = BackgroundServer(name, url, process.pid, birth, time.time(), list(flags), str(log))
-        half = _folder() / f".{stem}"
-        half.write_text(json.dumps(asdict(server)), encoding="utf-8")
-        half.replace(_folder() / f"{stem}.json")
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        raise
+        try:
+            url = _serving(name, process, log)
+            birth = process_birth(process.pid) or ""
+            server = BackgroundServer(name, url, process.pid, birth, time.time(), list(flags), str(log))
+            half = _folder() / f".{stem}"
+            half.write_text(json.dumps(asdict(server)), encoding="utf-8")
+            half.replace(_folder() / f"{stem}.json")
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
     return server
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise SystemExit, unless this process ignores them."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stop(server: BackgroundServer) -> None:

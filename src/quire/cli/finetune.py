@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.table import in_seconds
-from quire.cli.flags import add_setting, kind_of
+from quire.cli.flags import BUILTIN, add_setting, kind_of
 from quire.cli.parser import Parser
 from quire.cli.terminal import INTERRUPTED, dim, interruptible
+from quire.core.config import at_least
 from quire.core.errors import ConfigError, QuireError
 from quire.llm.progress import load_progress
 from quire.observe.host import memory_left, numbers_in
@@ -78,10 +79,12 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.nice <= LOWEST_PRIORITY:
         raise ConfigError(f"--nice {arguments.nice} cannot work: give 0 to {LOWEST_PRIORITY}")
+    at_least("--num-threads", arguments.num_threads, 1)
+    at_least("--ranks", arguments.ranks, 1)
     job = FinetuneJob(
         data=Path(arguments.data).expanduser(),
         output=Path(arguments.output or arguments.name).expanduser(),
-        model=arguments.model,
+        model=None if arguments.model == BUILTIN else arguments.model,
         validation=None if arguments.validation is None else Path(arguments.validation).expanduser(),
         settings=_settings(arguments),
         device=arguments.device,

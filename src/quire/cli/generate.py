@@ -28,6 +28,7 @@ from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.text.prompts import PreparedPrompt
 
 REFUSED = 2
+MARK = "\ufeff"  # a byte order mark, with which some editors begin a file
 PromptEntry = str | Mapping[str, Any]  # text, or {"prompt"}, {"prompt_token_ids"} or {"messages"}
 
 
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system is not None and not arguments.chat:
         raise InvalidRequest("--system needs a chat template: add --chat")
     with _opened(arguments.output) as file, start_llm(arguments, quiet=arguments.quiet) as llm:
+        if file is not None and file.seekable():
+            file.truncate(0)  # now that there will be other results
         sampling = sampling_from(arguments, llm.default_sampling()).changed(structured=structured)
         records = file is not None or arguments.json
         if len(prompts) == 1 and sampling.n == 1 and not records:
@@ -82,7 +85,8 @@ def _generate_all(
     arguments: argparse.Namespace,
     file: TextIO | None,
 ) -> int:
-    """Serves every valid prompt; each invalid one costs a line on stderr and makes the exit code 2."""
+    """Serves every valid prompt, and shows a result when those before it are shown; each invalid prompt costs a line
+    on stderr and makes the exit code 2."""
     results: list[RequestOutput | QuireError | None] = [None] * len(prompts)
     servable: list[tuple[int, PreparedPrompt]] = []
     for index, prompt in enumerate(prompts):
@@ -91,14 +95,19 @@ def _generate_all(
         except QuireError as error:
             results[index] = error
     hidden = arguments.quiet or not sys.stderr.isatty()
+    num_shown = 0
     with interruptible() as interrupted, tqdm(total=len(prompts), disable=hidden, unit="req") as bar:
         bar.update(len(prompts) - len(servable))
         for position, result in llm.generate_each([p for _, p in servable], sampling, interrupted):
             results[servable[position][0]] = result
             bar.update(1)
+            with bar.external_write_mode(sys.stdout):
+                while num_shown < len(results) and results[num_shown] is not None:
+                    _show(num_shown, len(results), results[num_shown], file, arguments.json)
+                    num_shown += 1
         stopped = interrupted()
-    for index, outcome in enumerate(results):
-        _show(index, len(results), outcome, file, arguments.json)
+    for index in range(num_shown, len(results)):
+        _show(index, len(results), results[index], file, arguments.json)
     refused = any(isinstance(outcome, QuireError) for outcome in results)
     return INTERRUPTED if stopped else REFUSED if refused else 0
 
@@ -115,11 +124,11 @@ def _show(
         if file is not None:
             file.write(line + "\n")
         if as_json:
-            print(line)
+            print(line, flush=True)
     elif isinstance(result, RequestOutput):
         for output in result.outputs:
             choice = f" answer {output.index + 1}" if len(result.outputs) > 1 else ""
-            print(f"--- prompt {index + 1} of {count}{choice}\n{output.text}")
+            print(f"--- prompt {index + 1} of {count}{choice}\n{output.text}", flush=True)
 
 
 def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> PreparedPrompt:
@@ -145,7 +154,7 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
         yield None
         return
     try:
-        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise InvalidRequest(f"--output {path}: cannot be written ({error})") from error
     with file:
@@ -165,7 +174,7 @@ def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> lis
             raise InvalidRequest(
                 "there is no prompt: give --prompt TEXT, --prompt-file FILE, or pipe a text in"
             )
-        prompts.append(stdin.read().rstrip("\n"))
+        prompts.append(stdin.read().removeprefix(MARK).rstrip("\n"))
     if not prompts:
         raise InvalidRequest(f"{file} holds no prompt: write one per line")
     return prompts
@@ -173,9 +182,9 @@ def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> lis
 
 def _from_file(file: str, stdin: TextIO) -> list[PromptEntry]:
     if file == "-":
-        return [line for line in stdin.read().split("\n") if line.strip()]
+        return [line for line in stdin.read().removeprefix(MARK).split("\n") if line.strip()]
     try:  # str.splitlines would also cut at U+2028 and others, which a prompt may have
-        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompt-file {file}: cannot be read ({error})") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

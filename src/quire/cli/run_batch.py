@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = RowFile(arguments.output_file, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
         done = _run(arguments, config, lines, rows, total)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):
         if arguments.output_file != "-":
             print(f"quire: {arguments.output_file} holds what is done: --resume goes on", file=sys.stderr)
         raise

@@ -569,10 +569,13 @@ class EngineConfig:
         parts: dict[str, dict[str, Any]] = {}
         speculative: SpeculativeConfig | None = None
         owner = option_owners()
+        kinds = {option.name: option.type for options in setting_groups().values() for option in options}
         flat = {**PRESETS.get(flat.get("preset") or "", {}), **flat}
         for name, value in flat.items():
             if name not in owner:
                 raise ConfigError(f"unknown setting {name!r}{_hint(name, sorted(owner))}")
+            if kinds[name] is bool and not isinstance(value, int):  # "no" would be true
+                raise ConfigError(f"{name}={value!r} must be True or False")
             if name == "speculative_config":
                 speculative = None if value is None else parse_speculative(value)
             else:

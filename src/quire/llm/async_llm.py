@@ -55,7 +55,7 @@ class AsyncLLM:
             prepared = prepare(prompt, self.tokenizer, goes_on=goes_on, max_model_len=limits.max_model_len)
             return prepared, ready_to_sample(given, self.tokenizer)
 
-        is_long = given.bad_words or (isinstance(prompt, (str, list)) and len(prompt) > LONG)
+        is_long = getattr(given, "bad_words", ()) or (isinstance(prompt, (str, list)) and len(prompt) > LONG)
         prepared, ready = await asyncio.to_thread(make) if is_long else make()
         request_id = request_id or f"async-{next(self._ids)}"
         request = prepared.request(request_id, ready, adapter)

@@ -14,6 +14,7 @@ from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import EmbedRequest, Pooled
 from quire.core.stats import VectorFormat
 from quire.engine.build import Report, build_encoder
+from quire.llm.one_caller import OneCaller
 from quire.llm.progress import load_progress
 from quire.text.encoder_texts import MaskPrediction, masked_request, pair_request, predictions_of, with_prompt
 from quire.text.load import choose_tokenizer
@@ -54,6 +55,7 @@ class Embedder:
         self.engine = self._built.engine
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()
+        self._one_caller = OneCaller()
 
     @property
     def report(self) -> Report:
@@ -77,9 +79,9 @@ class Embedder:
         """
         self._check_kind(not self._vectors.labels)
         width = self._vectors.width
-        if dimensions is not None and not 1 <= dimensions <= width:
+        if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= width):
             raise InvalidRequest(
-                f"dimensions={dimensions} is outside 1 to {width}, the model's own", "dimensions"
+                f"dimensions={dimensions!r} is outside 1 to {width}, the model's own", "dimensions"
             )
         prompted = with_prompt(as_list(texts), self._vectors, prompt_name)
         vectors = self._rows(EmbedRequest("", self._token_ids(prompted, truncate)), use_tqdm)
@@ -177,9 +179,13 @@ class Embedder:
             return []
         request = replace(request, request_id=str(next(self._ids)))
         pooled: list[Pooled] = []
-        self.engine.add(request)
-        try:
-            with tqdm(total=len(request.texts), disable=not use_tqdm, desc="embed", unit="text") as bar:
+        count = len(request.texts)
+        with (
+            self._one_caller.call(),
+            tqdm(total=count, disable=not use_tqdm, desc="embed", unit="text") as bar,
+        ):
+            self.engine.add(request)
+            try:
                 while self.engine.has_work:
                     made = self.engine.step()
                     for text in made:
@@ -187,13 +193,14 @@ class Embedder:
                             raise QuireError(text.error)
                     pooled += made
                     bar.update(len(made))
-        except BaseException:
-            self.engine.abort(request.request_id)  # on ctrl-C too: no text is left in the queue
-            raise
+            except BaseException:
+                self.engine.abort(request.request_id)  # on ctrl-C too: no text is left in the queue
+                raise
         return pooled
 
     def close(self) -> None:
         """Calling it twice is fine."""
+        self._one_caller.close()
         self.engine.close()
 
     def __enter__(self) -> "Embedder":

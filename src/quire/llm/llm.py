@@ -2,7 +2,8 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.adapters import Adapters
 from quire.engine.build import Built, Report, build
+from quire.llm.one_caller import OneCaller
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
 from quire.text.answer import Answer
@@ -51,6 +53,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
+        self._one_caller = OneCaller()
 
     # ------------------------------------------------------------------ generating
 
@@ -109,6 +112,10 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the model's chat template."""
+        if not isinstance(messages, Sequence):
+            raise InvalidRequest(
+                f"messages must be a list of messages, not {type(messages).__name__}", "messages"
+            )
         several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prepared = []
         for conversation in several:
@@ -147,19 +154,18 @@ class LLM:
 
         A caller that stops iterating aborts the request.
         """
-        answer = self._submit(prompt, ready_to_sample(sampling, self.tokenizer))
-        first = answer.sequences[0]
-        try:
+        answers: dict[str, Answer] = {}
+        with self._serving(answers):
+            answer = self._submit(answers, prompt, ready_to_sample(sampling, self.tokenizer))
+            first = answer.sequences[0]
             while not answer.finished:
                 if stopped():
                     answer.end("abort")
                     yield TextDelta(first.new_text, len(first.token_ids))
                     break
-                for _answer, update in self._take_updates({answer.request_id: answer}):
+                for _answer, update in self._take_updates(answers):
                     if update.index == 0 and first.new_text:
                         yield TextDelta(first.new_text, len(first.token_ids))
-        finally:
-            self.engine.abort(answer.request_id)
         if answer.fault is not None:
             raise answer.fault
         yield TextDelta("", len(first.token_ids), request_output(answer, prompt, self.tokenizer))
@@ -177,25 +183,24 @@ class LLM:
         waiting = deque(range(len(prompts)))
         answers: dict[str, Answer] = {}
         indices: dict[str, int] = {}
-        try:
+        with self._serving(answers):
             while (waiting or answers) and not stopped():
                 while waiting:
+                    index = waiting[0]
                     try:
-                        answer = self._submit(prompts[waiting[0]], ready_to_sample(sampling, self.tokenizer))
+                        answer = self._submit(
+                            answers, prompts[index], ready_to_sample(sampling, self.tokenizer)
+                        )
                     except QueueFull:
                         break
                     except QuireError as error:
                         yield waiting.popleft(), error
                     else:
-                        answers[answer.request_id] = answer
                         indices[answer.request_id] = waiting.popleft()
                 for answer, _update in self._take_updates(answers):
                     if answer.finished and answers.pop(answer.request_id, None) is not None:
                         index = indices[answer.request_id]
                         yield index, answer.fault or request_output(answer, prompts[index], self.tokenizer)
-        finally:
-            for request_id in answers:
-                self.engine.abort(request_id)
 
     # ------------------------------------------------------------------ adapters
 
@@ -250,20 +255,18 @@ class LLM:
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != len(prompts):
             raise InvalidRequest(f"{len(names)} adapters for {len(prompts)} prompts: give one, or one each")
-        answers = self._submit_all(prompts, self._samplings(sampling, len(prompts)), names)
-        by_id = {answer.request_id: answer for answer in answers}
-        try:
+        samplings = self._samplings(sampling, len(prompts))
+        answers: dict[str, Answer] = {}
+        with self._serving(answers):
+            for prompt, params, name in zip(prompts, samplings, names, strict=True):
+                self._submit(answers, prompt, params, name)
             with tqdm(
                 total=len(answers), disable=not use_tqdm, desc="generate", unit="req", leave=True
             ) as bar:
-                self._drive(by_id, bar)
-        except BaseException:
-            for answer in answers:  # on ctrl-C too: no request is left running
-                self.engine.abort(answer.request_id)
-            raise
+                self._drive(answers, bar)
         return [
             request_output(answer, prompt, self.tokenizer)
-            for answer, prompt in zip(answers, prompts, strict=True)
+            for answer, prompt in zip(answers.values(), prompts, strict=True)
         ]
 
     def _samplings(
@@ -271,32 +274,38 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling is None:
             sampling = self.default_sampling()
-        if isinstance(sampling, SamplingParams):
+        if isinstance(sampling, Mapping) or not isinstance(sampling, Iterable):
             return [ready_to_sample(sampling, self.tokenizer)] * count
-        if len(sampling) != count:
+        each = list(sampling)
+        if len(each) != count:
             raise InvalidRequest(
-                f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each"
+                f"{len(each)} sampling parameters for {count} prompts: give one, or one each"
             )
-        return [ready_to_sample(params, self.tokenizer) for params in sampling]
+        return [ready_to_sample(params, self.tokenizer) for params in each]
 
-    def _submit(self, prompt: PreparedPrompt, sampling: SamplingParams, adapter: str | None = None) -> Answer:
+    @contextmanager
+    def _serving(self, answers: Mapping[str, Answer]) -> Iterator[None]:
+        """The only call meanwhile. However it ends, on ctrl-C too, none of its requests is left running."""
+        with self._one_caller.call():
+            try:
+                yield
+            finally:
+                for request_id in answers:
+                    self.engine.abort(request_id)
+
+    def _submit(
+        self,
+        answers: dict[str, Answer],
+        prompt: PreparedPrompt,
+        sampling: SamplingParams,
+        adapter: str | None = None,
+    ) -> Answer:
         request_id = str(next(self._ids))
         self.engine.add(prompt.request(request_id, sampling, adapter))
         context_id = prompt.context_id(self.tokenizer)
-        return Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock, context_id=context_id)
-
-    def _submit_all(
-        self, prompts: list[PreparedPrompt], samplings: list[SamplingParams], adapters: list[str | None]
-    ) -> list[Answer]:
-        answers: list[Answer] = []
-        try:
-            for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
-                answers.append(self._submit(prompt, sampling, adapter))
-        except BaseException:
-            for answer in answers:  # all or none: the caller gets no half-done list
-                self.engine.abort(answer.request_id)
-            raise
-        return answers
+        answer = Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock, context_id=context_id)
+        answers[request_id] = answer
+        return answer
 
     def _drive(self, answers: dict[str, Answer], bar: tqdm) -> None:
         num_tokens = 0
@@ -324,6 +333,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends its threads, processes and files. Model and pool are freed with the last reference to this object."""
+        self._one_caller.close()
         self.engine.close()
 
     def __enter__(self) -> "LLM":

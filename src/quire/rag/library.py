@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,25 @@ class CitedPassage:
 
 def settings_in(folder: Path) -> LibrarySettings | None:
     """What the folder's library was made with, if it has one."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give the folder of an index, before any files")
     if not (folder / FILE).exists():
         return None
-    database = sqlite3.connect(f"file:{folder / FILE}?mode=ro", uri=True)
-    try:
+    with _usable(folder), closing(sqlite3.connect(f"file:{folder / FILE}?mode=ro", uri=True)) as database:
         return _settings(database)
-    finally:
-        database.close()
+
+
+@contextmanager
+def _usable(folder: Path | None) -> Iterator[None]:
+    """What SQLite says as an error of the disk, or of a folder that holds no index."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise OSError(f"the index in {folder} cannot be used ({error})") from error
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(
+            f"{folder}/{FILE} is no index ({error}): remove it, or give another folder"
+        ) from error
 
 
 def _settings(database: sqlite3.Connection) -> LibrarySettings | None:
@@ -100,12 +112,13 @@ class Library:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         path = ":memory:" if folder is None else str(folder / FILE)
-        self._database = sqlite3.connect(path, check_same_thread=False)
-        self._database.execute("PRAGMA foreign_keys = ON")
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.executescript(_TABLES)
-        self.settings = self._settled(settings)
-        self._index = self._filled_index()
+        with _usable(folder):
+            self._database = sqlite3.connect(path, check_same_thread=False)
+            self._database.execute("PRAGMA foreign_keys = ON")
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.executescript(_TABLES)
+            self.settings = self._settled(settings)
+            self._index = self._filled_index()
 
     def files(self) -> list[LibraryFile]:
         """In the order in which they were added."""
@@ -135,7 +148,7 @@ class Library:
         """Adds a file, or replaces the one of this name. `vectors`: of each chunk, [windows, dimension]."""
         places = list(_places(text, chunks))
         written = json.dumps(attributes)
-        with self._lock:
+        with self._lock, _usable(self._folder):
             old = self._chunk_ids(name)
             with self._database:
                 self._database.execute("DELETE FROM file WHERE name = ?", (name,))
@@ -160,7 +173,7 @@ class Library:
             )
 
     def remove(self, name: str) -> None:
-        with self._lock:
+        with self._lock, _usable(self._folder):
             old = self._chunk_ids(name)
             with self._database:
                 removed = self._database.execute("DELETE FROM file WHERE name = ?", (name,)).rowcount
@@ -263,8 +276,5 @@ def _places(text: str, chunks: Sequence[Chunk]) -> Iterator[tuple[int, int | Non
 @contextmanager
 def opened_library(folder: Path) -> Iterator[Library]:
     """An existing one, closed at the end."""
-    library = Library(folder)
-    try:
+    with closing(Library(folder)) as library:
         yield library
-    finally:
-        library.close()

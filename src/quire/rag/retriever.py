@@ -220,7 +220,7 @@ class Retriever:
             raise ParseError("server_error", f"{path}: it cannot be read ({error})") from error
         if self.library.holds(name, digest):
             return None
-        return self._cut(name, digest, parse_file(path, path.name), attributes)
+        return self._cut(name, digest, parse_file(path, name), attributes)
 
     def _cut(self, name: str, digest: str, text: str, attributes: dict[str, Any]) -> _Parsed:
         tokenizer, settings = self._embedder.tokenizer, self.library.settings

@@ -61,7 +61,7 @@ class BadLine:
 
 def parse_line(number: int, text: str) -> BatchLine | BadLine:
     try:
-        request = json.loads(text)
+        request = json.loads(text.removeprefix("\ufeff"))  # a file may begin with a byte order mark
     except ValueError as error:
         return BadLine(number, None, f"is no valid JSON ({error})")
     if not isinstance(request, dict):
@@ -144,6 +144,7 @@ class RowFile:
 
     def __init__(self, path: str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.finished: set[str] = set()  # custom_ids that an earlier run has finished
+        self._path = path
         self._is_stream = path == STREAM
         if self._is_stream:
             self._descriptor = sys.stdout.fileno()
@@ -163,8 +164,12 @@ class RowFile:
 
     def write(self, row: dict[str, Any]) -> None:
         data = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-        while data:  # a pipe may take less than all of it
-            data = data[os.write(self._descriptor, data) :]
+        try:
+            while data:  # a pipe may take less than all of it
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            error.filename = self._path  # for the message
+            raise
 
     def close(self) -> None:
         if not self._is_stream:
@@ -272,12 +277,15 @@ class BatchRun:
     async def run(self, lines: BinaryIO, max_concurrency: int) -> None:
         started = time.monotonic()
         waiting: asyncio.Queue[BatchLine | None] = asyncio.Queue(maxsize=max_concurrency)
-        async with self._http, asyncio.TaskGroup() as tasks:
-            for _ in range(max_concurrency):
-                tasks.create_task(self._work(waiting))
-            await self._read(lines, waiting)
-            for _ in range(max_concurrency):
-                await waiting.put(None)
+        try:
+            async with self._http, asyncio.TaskGroup() as tasks:
+                for _ in range(max_concurrency):
+                    tasks.create_task(self._work(waiting))
+                await self._read(lines, waiting)
+                for _ in range(max_concurrency):
+                    await waiting.put(None)
+        except ExceptionGroup as faults:  # rows that cannot be written have one cause
+            raise faults.exceptions[0] from None
         self.summary.seconds = time.monotonic() - started
 
     async def _read(self, lines: BinaryIO, waiting: "asyncio.Queue[BatchLine | None]") -> None:

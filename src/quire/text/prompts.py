@@ -1,7 +1,8 @@
 """Prompts as text, token ids or mappings, tokenized to PreparedPrompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from quire.core.errors import ContextExceeded, InvalidRequest
@@ -42,8 +43,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: text, {"prompt": …}, {"prompt_token_ids": […]} or a list of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    several: list[Any] = list(prompts)
-    is_token_ids = bool(several) and all(isinstance(item, int) for item in several)
+    several: list[Any] = _listed(prompts)
+    is_token_ids = bool(several) and all(isinstance(item, Integral) for item in several)
     return [several] if is_token_ids else several
 
 
@@ -96,11 +97,21 @@ def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_ids(values: Any) -> list[int]:
-    token_ids = list(values)
-    for value in token_ids:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InvalidRequest(f"prompt_token_ids contains {value!r}, which is not a token id", "prompt")
+    token_ids = _listed(values)
+    for at, value in enumerate(token_ids):
+        if type(value) is not int:
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise InvalidRequest(
+                    f"prompt_token_ids contains {value!r}, which is not a token id", "prompt"
+                )
+            token_ids[at] = int(value)  # of numpy
     return token_ids
+
+
+def _listed(values: Any) -> list[Any]:
+    if isinstance(values, bytes | bytearray) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"a prompt is a {type(values).__name__}: give text or token ids", "prompt")
+    return list(values)
 
 
 def cut(token_ids: list[int], length: int) -> list[int]:
@@ -110,6 +121,10 @@ def cut(token_ids: list[int], length: int) -> list[int]:
 
 def ready_to_sample(sampling: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """`sampling` with the token ids of bad_words, and with logprobs where best_of or beams need them."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequest(
+            f"the sampling parameters are a {type(sampling).__name__}: give SamplingParams(…)", "sampling"
+        )
     if sampling.bad_words:
         if tokenizer is None:
             raise InvalidRequest("bad_words need a tokenizer, and this model has none", "bad_words")

@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import os
 import shutil
 import signal
 import socket
@@ -188,8 +189,15 @@ def prepare(
 
 
 def _check_output(job: FinetuneJob) -> None:
+    """With `overwrite` the files of an earlier run are removed, and no others."""
+    nearest = next(path for path in (job.output, *job.output.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise ConfigError(
+            f"--output {job.output}: {nearest} is no folder that can be written: choose another"
+        )
     if job.overwrite and job.rank == 0:
-        shutil.rmtree(job.output, ignore_errors=True)
+        shutil.rmtree(RunFiles(job.output).folder, ignore_errors=True)
+        (job.output / WEIGHTS).unlink(missing_ok=True)
     elif (job.output / WEIGHTS).exists():
         raise ConfigError(f"{job.output} holds a finished adapter: give another --output, or --overwrite")
 

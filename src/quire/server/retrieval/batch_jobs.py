@@ -162,8 +162,7 @@ class BatchJobs:
             if self._service.draining:
                 return  # the next server goes on
             await self._finish(batch, job)
-        except Exception as fault:
-            cause = fault.exceptions[0] if isinstance(fault, ExceptionGroup) else fault
+        except Exception as cause:
             log.error("batch     %s: %s", batch.id, cause)
             error = {"code": "server_error", "message": str(cause), "line": None, "param": None}
             with suppress(Exception):
