@@ -81,12 +81,9 @@ class _ParseProcess:
             stderr=subprocess.DEVNULL,
         )
         self._process, self._num_files, self._memory_bytes = process, 0, memory_bytes
-        answer, _ = self._ask(process, None, START_SECONDS)
-        if answer is None:
-            code = self._close()
-            raise ParseError(
-                "server_error", f"the process that reads files cannot be started (exit code {code})"
-            )
+        if self._ask(process, None, START_SECONDS)[0] is None:
+            problem = f"the process that reads files cannot be started (exit code {self._close()})"
+            raise ParseError("server_error", problem)
         return process
 
     def _ask(
@@ -136,29 +133,24 @@ atexit.register(_process.close)
 def _answer(line: bytes) -> tuple[dict[str, Any], bytes]:
     job = json.loads(line)
     limits = ParseLimits(**job["limits"])
+    code, problem = "invalid_file", ""
     try:
         with open(job["path"], "rb") as file:
             text = parse(file, job["filename"], limits).encode()
         return {"bytes": len(text)}, text
-    except FileProblem as problem:
-        return {"code": problem.code, "error": str(problem)}, b""
+    except FileProblem as known:
+        code, problem = known.code, str(known)
     except MemoryError:
-        memory = limits.memory_bytes >> 20
-        return {
-            "code": "invalid_file",
-            "error": f"it takes more than {memory} MiB of memory to read: split it",
-        }, b""
+        problem = f"it takes more than {limits.memory_bytes >> 20} MiB of memory to read: split it"
     except RecursionError:
-        return {"code": "invalid_file", "error": "it is nested too deep to read: simplify it"}, b""
+        problem = "it is nested too deep to read: simplify it"
     except ImportError as error:
-        return {"code": "server_error", "error": f"{error}: pip install 'quire[rag]'"}, b""
+        code, problem = "server_error", f"{error}: pip install 'quire[rag]'"
     except OSError as error:
-        return {"code": "server_error", "error": f"it cannot be read ({error})"[:300]}, b""
+        code, problem = "server_error", f"it cannot be read ({error})"[:300]
     except Exception as fault:  # a parser's fault is this file's error
-        return {
-            "code": "invalid_file",
-            "error": f"it cannot be read ({type(fault).__name__}: {fault})"[:300],
-        }, b""
+        problem = f"it cannot be read ({type(fault).__name__}: {fault})"[:300]
+    return {"code": code, "error": problem}, b""
 
 
 def _write(stream: IO[bytes], answer: dict[str, Any], text: bytes) -> None:
