@@ -19,18 +19,15 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.config import Task
 from quire.core.errors import InvalidRequest
-from quire.core.request import EmbedRequest
-from quire.server.encoder_requests import encoded, encoder_with_room, kept_tokens, new_id, token_ids
-from quire.server.encoders import EMBEDDINGS, encode_vector
-from quire.server.errors import ApiError
+from quire.server.encoders import embedded
+from quire.server.errors import ApiError, validated
 from quire.server.generation import Generation
 from quire.server.protocol.base import Many, Usage
+from quire.server.protocol.models import EmbeddingRequest
 from quire.server.reply import EventStream, JsonReply
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.server.translation import TranslatedEvents, build_whole, call_input, string_field, translated_chat
-from quire.text.encoder_texts import with_prompt
-from quire.text.prompts import as_list
 
 OLLAMA_VERSION = "0.12.0"  # of Ollama's API that this follows: some clients refuse older ones
 _OPTIONS = {  # theirs -> a chat's
@@ -114,12 +111,13 @@ def ollama_router(service: Service) -> APIRouter:
     @router.post("/api/embed")
     async def embed(body: OllamaEmbed, request: Request) -> Response:
         """One vector for each text."""
-        vectors, num_tokens, model, seconds = await _embedded(service, body, request)
+        began = time.perf_counter()
+        vectors, num_tokens = await _embedded(service, body, request)
         return JsonReply(
             {
-                "model": model,
+                "model": body.model,
                 "embeddings": vectors,
-                "total_duration": int(1e9 * seconds),
+                "total_duration": int(1e9 * (time.perf_counter() - began)),
                 "load_duration": 0,
                 "prompt_eval_count": num_tokens,
             }
@@ -241,20 +239,12 @@ async def _answer(
     return JsonReply(builder.whole)
 
 
-async def _embedded(
-    service: Service, body: OllamaEmbed, request: Request
-) -> tuple[list[Any], int, str, float]:
-    """(vectors, tokens, the model's name, seconds)."""
-    began = time.perf_counter()
-    encoder = await encoder_with_room(service, _plain(service, body.model), EMBEDDINGS)
-    width = encoder.vectors.width
-    if body.dimensions is not None and not 1 <= body.dimensions <= width:
-        raise InvalidRequest(f"dimensions={body.dimensions} is outside 1 to {width}: change it", "dimensions")
-    keep = kept_tokens(service, encoder, -1 if body.truncate else None)
-    texts = await token_ids(with_prompt(as_list(body.input), encoder.vectors, None), encoder, keep, True)
-    pooled = await encoded(service, encoder, EmbedRequest(new_id("embd"), texts), request)
-    vectors = [encode_vector(item.vector, "float", body.dimensions) for item in pooled]
-    return vectors, sum(item.num_tokens for item in pooled), body.model, time.perf_counter() - began
+async def _embedded(service: Service, body: OllamaEmbed, request: Request) -> tuple[list[Any], int]:
+    """The vectors, and the number of tokens."""
+    fields = {"model": _plain(service, body.model), "input": body.input, "dimensions": body.dimensions}
+    fields["truncate_prompt_tokens"] = -1 if body.truncate else None
+    _, vectors, num_tokens = await embedded(service, request, validated(EmbeddingRequest, fields))
+    return vectors, num_tokens
 
 
 # ---------------------------------------------------------------------- answers
