@@ -18,7 +18,7 @@ from quire.core.stats import shown
 from quire.kernels import build as compilation
 from quire.kernels import choose, native
 from quire.kernels.registry import REFERENCE
-from quire.weights.cache import cache_folder
+from quire.observe.host import cache_folder
 
 PACKAGES = (
     *("quire", "torch", "numpy", "safetensors", "tokenizers"),

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.observe.host import cache_folder
+
 FOLDER = Path(__file__).parent
 LIBRARY_NAME = "libquire.so"
 BASE_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility-inlines-hidden")
@@ -28,11 +30,6 @@ _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512": (*_AVX512_FLAGS, "-mprefer-vector-width=512"),
     "amx": (*_AVX512_FLAGS, "-mprefer-vector-width=512", "-mamx-tile", "-mamx-int8"),
 }
-
-
-def cache_folder() -> Path:
-    """`$QUIRE_CACHE` or `~/.cache/quire`."""
-    return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire")
 
 
 class BuildError(RuntimeError):
