@@ -275,7 +275,8 @@ class LLM:
         if sampling is None:
             sampling = self.default_sampling()
         if isinstance(sampling, Mapping) or not isinstance(sampling, Iterable):
-            return [ready_to_sample(sampling, self.tokenizer)] * count
+            params: Any = sampling  # refused unless it is SamplingParams
+            return [ready_to_sample(params, self.tokenizer)] * count
         each = list(sampling)
         if len(each) != count:
             raise InvalidRequest(
