@@ -5,6 +5,7 @@ import torch
 
 from quire.bench.capacity import Device, device_of, find_gpu, floor_of, plan_capacity
 from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
 from quire.engine.build import build
 from quire.runner import sizing
 from quire.weights.source import open_source
@@ -96,6 +97,34 @@ def test_every_architecture_is_counted_as_the_engine_keeps_it(tmp_path, variant,
 )
 def test_the_built_in_model_is_counted_as_the_engine_keeps_it(settings, memory):
     assert_planned(EngineConfig.of(device="cpu", **settings), open_source(None), memory)
+
+
+@pytest.mark.parametrize(("ranks", "words"), [
+    ({"pipeline_parallel_size": 2}, "on 2 ranks: stages run on a CPU only so far"),
+    ({"tensor_parallel_size": 2, "model": "opt-125m", "load_format": "dummy"}, "OPTForCausalLM cannot be cut"),
+])  # fmt: skip
+def test_a_plan_of_ranks_is_refused_as_the_engine_refuses_them(ranks, words):
+    config = EngineConfig.of(**ranks)
+    source = open_source(config.model.model, load_format=config.model.load_format)
+    with pytest.raises(ConfigError, match=words):
+        plan_capacity(config, source, device_of(find_gpu("h200")))
+
+
+def test_a_plan_leaves_the_margin_that_the_engine_leaves_on_a_gpu():
+    gpu = device_of(find_gpu("l4"))
+    planned = plan_capacity(EngineConfig.of(gpu_memory_utilization=1.0), open_source(None), gpu)
+    assert planned.weights.num_bytes + planned.pool.num_bytes <= gpu.memory - sizing.GPU_MARGIN
+
+
+def test_ranks_of_a_machine_share_what_it_has_free():
+    source = open_source(None)
+    one, *three = (
+        plan_capacity(EngineConfig.of(**ranks), source, HERE).pool
+        for ranks in ({}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 3})
+    )
+    share = sizing.free_host_bytes() // 3
+    assert all(share - pool.block_bytes < pool.num_bytes <= share for pool in three)
+    assert three[0].num_blocks == pytest.approx(one.num_blocks, rel=0.01)  # each has a third of a block
 
 
 LLAMA_8B = {

@@ -212,6 +212,8 @@ def test_a_file_of_flags(tmp_path, monkeypatch, name, without_yaml):
         ("- a\n- b", "must be a mapping from flags to values, not list"),
         ("{broken", "is no valid JSON"),
         ("a: [", "is no valid YAML"),
+        ("[" * 5000, "is no valid YAML .maximum recursion depth exceeded"),
+        ('{"a": ' + "[" * 5000, "is no valid JSON .maximum recursion depth exceeded"),
     ],
 )
 def test_a_wrong_file_of_flags_names_what_is_wrong(tmp_path, text, expected):

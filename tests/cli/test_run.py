@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder with no servers, with this machine's models and kernels."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    from quire.weights.cache import cache_folder
+    from quire.observe.host import cache_folder
 
     for path in cache_folder().iterdir():
         if path.name != "servers":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutput
-from quire.bench.capacity import Device, plan_capacity
+from quire.bench.capacity import Capacity, Device, plan_capacity
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, EngineDead
@@ -118,6 +118,23 @@ def test_bytes_and_memory_of_a_rank_are_those_of_the_formulas_and_of_the_plan():
     whole = EngineConfig.of(num_blocks=40, max_model_len=512)
     alone = plan_capacity(whole, described_source(whole), Device("", False, None, 1.0, 0.0, ""))
     assert pool.num_bytes * 3 == alone.pool.num_bytes
+
+
+def test_a_stage_has_kv_of_its_own_layers_and_the_plan_is_of_the_one_with_most():
+    """Of 30 layers: 5 beside the token table and the head, then 13 and 12."""
+
+    def planned(num_blocks: int, stages: int) -> Capacity:
+        config = EngineConfig.of(num_blocks=num_blocks, pipeline_parallel_size=stages)
+        return plan_capacity(config, described_source(config), Device("", False, None, 1.0, 0.0, ""))
+
+    first, later, whole = planned(40, 3), planned(4000, 3), planned(4000, 1)
+    with LLM(use_tqdm=False, pipeline_parallel_size=3, num_blocks=40, num_threads=1) as llm:
+        start, pool = llm.report.start, llm.report.pool
+    assert pool.num_bytes == first.pool.num_bytes == planned(40, 1).pool.num_bytes * 5 // 30
+    assert abs(start.weights_bytes / first.weights.num_bytes - 1) < 0.02
+    assert later.pool.num_bytes == whole.pool.num_bytes * 13 // 30
+    names = [plan.model_name.partition(", ")[2] for plan in (first, later)]
+    assert names == ["rank 0 of 3", "rank 1 of 3"]
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])

@@ -11,7 +11,7 @@ from quire.llm.llm import LLM
 from tests.adapters.making import write_model
 
 
-@pytest.mark.parametrize("feature", ["plain", "draft model", "disk tier", "adapters"])
+@pytest.mark.parametrize("feature", ["plain", "draft model", "disk tier", "adapters", "ranks"])
 def test_no_tensor_of_a_closed_engine_is_left_to_the_garbage_collector(tmp_path: Path, feature: str) -> None:
     model = str(write_model(tmp_path / "model"))
     settings: dict[str, object] = {
@@ -21,6 +21,12 @@ def test_no_tensor_of_a_closed_engine_is_left_to_the_garbage_collector(tmp_path:
         },
         "disk tier": {"kv_offload_gb": 0.01, "kv_offload_dir": str(tmp_path / "tier")},
         "adapters": {"enable_lora": True},
+        "ranks": {
+            "tensor_parallel_size": 2,
+            "kv_offload_gb": 0.01,
+            "kv_offload_dir": str(tmp_path / "tier"),
+            "role": "prefill",
+        },
     }[feature]
     gc.collect()
     gc.disable()

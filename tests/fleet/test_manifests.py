@@ -74,6 +74,7 @@ def test_files_of_a_plan_go_through_the_planner_again(tmp_path: Path) -> None:
     ("version: v1\nmig-configs: {a: [5]}", "mig-configs: a is .5.: give a list"),
     ("version: v1\nmig-configs: 5", "this is no mig-parted file"),
     ("[]", "this is no mig-parted file"), ("{", "this is no mig-parted file"), ("", "this is no mig-parted file"),
+    ("[" * 5000, "this is no mig-parted file .RecursionError"),
 ])  # fmt: skip
 def test_a_layout_that_cannot_be_read_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:

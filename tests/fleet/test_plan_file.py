@@ -22,6 +22,17 @@ from quire.fleet.plan_file import read_fleet
         ("{name: a, rate: 0}", "rate is 0"),
         ("{name: a, colour: red}", "'colour' is not a field"),
         ("{users: 1}", "give at least `name`"),
+        ("{name: null, slice: 1g.10gb}", "name is None: give a name of one line, in quotes if need be"),
+        ("{name: [a, b]}", "name is .'a', 'b'.: give a name of one line"),
+        ('{name: ""}', "name is '': give a name of one line"),
+        ('{name: "a\\nb"}', "name is 'a.*b': give a name of one line"),
+        ("{name: a, model: null}", "model is None: give a name of one line"),
+        ("{name: a, users: 3, rate: 1}", "`users` and `rate` are given: leave one of them out"),
+        (
+            "{name: a, slice: 1g.10gb, settings: {tensor_parallel_size: 2}}",
+            "tensor_parallel_size is 2: leave it to the plan",
+        ),
+        ("{name: a, settings: {device: cpu}}", "device is 'cpu': leave it to the plan"),
         ("{name: a, slo_per_token: fast}", "slo_per_token is 'fast'"),
         ("{name: a}, {name: a}", "'a' is given twice"),
         ("{name: a, rate: -1}", "rate is -1: give requests per second above 0"),
@@ -44,6 +55,16 @@ def test_a_fleet_file_is_refused_by_field(tmp_path: Path, model: str, message: s
     with pytest.raises(ConfigError, match=message) as refused:
         read_fleet(path)
     assert str(refused.value).startswith(str(path))
+
+
+def test_a_file_that_is_no_yaml_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("card: a100-80g\nmodels:\n\t- {name: a}\n")
+    with pytest.raises(ConfigError, match=r"that cannot start any token.* line 3, column 1"):
+        read_fleet(path)
+    path.write_text("[" * 5000)
+    with pytest.raises(ConfigError, match=r"--fleet .*: maximum recursion depth exceeded"):
+        read_fleet(path)
 
 
 @pytest.mark.parametrize(

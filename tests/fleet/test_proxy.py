@@ -262,6 +262,28 @@ def test_a_prefill_server_answers_what_no_decode_server_takes():
     asyncio.run(run())
 
 
+def test_a_refusal_that_does_not_end_holds_no_request_up():
+    full, good = Stub(b"wait", status="429 Too Many Requests"), Stub(b"fine")
+
+    async def use(app: RouterApp, servers: Servers) -> None:
+        for _ in range(2):
+            asked = Asked(app, prompt("x"))
+            await asked.done
+            assert (asked.status, asked.pieces) == (200, [b"fine"])
+        await full.gone.wait()
+
+    with_stubs(full, good, use=use, policy="round-robin")
+
+
+def test_a_length_beside_chunks_is_not_passed_on():
+    async def use(app: RouterApp, servers: Servers) -> None:
+        asked = Asked(app, prompt("x"))
+        await asked.done
+        assert (b"content-length" in asked.headers, asked.pieces) == (False, [b"hello"])
+
+    with_stubs(Stub(b"hello", kind="text/plain\r\ncontent-length: 3"), use=use)
+
+
 def test_the_last_servers_refusal_is_the_answer():
     async def use(app: RouterApp, servers: Servers) -> None:
         asked = Asked(app, prompt("x"))

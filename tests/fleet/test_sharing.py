@@ -281,6 +281,24 @@ def test_planning_again_keeps_the_slices_in_use(tmp_path: Path, capsys: pytest.C
     assert "none: [Errno 2] No such file" in capsys.readouterr().err
 
 
+def test_planning_again_drains_only_nodes_whose_slices_change(tmp_path: Path) -> None:
+    nodes = "nodes: [{name: n1, gpus: 1}, {name: n2, gpus: 2}, {name: n3, gpus: 1}]"
+    models = [f"- {{name: m{i}, model: org/m{i}, slice: 4g.40gb}}" for i in range(2)]
+    more = "- {name: n, model: org/n, slice: 7g.80gb}"
+    fleet, drained = tmp_path / "fleet.yaml", []
+    for number, lines in enumerate(([], [], [more], [more])):
+        fleet.write_text("\n".join(["card: a100-80g", nodes, "models:", *models, *lines]))
+        words = ["plan", "--fleet", str(fleet), "--write", str(tmp_path / f"{number}")]
+        before = ["--before", str(tmp_path / f"{number - 1}" / "mig-parted.yaml")]
+        assert main([*words, *(before if number else [])]) == 0
+        script = (tmp_path / f"{number}" / "apply.sh").read_text()
+        drained.append([line for line in script.splitlines() if " drain " in line or " wait " in line])
+        assert script.endswith("kubectl apply -f deployments.yaml\n")
+    assert [line.partition(" --")[0] for lines in drained for line in lines] == [
+        "kubectl drain n1 n2", "kubectl wait node n1 n2", "kubectl drain n2", "kubectl wait node n2",
+    ]  # fmt: skip
+
+
 FAKE_NVML = r"""
 #include <stdio.h>
 #include <string.h>
@@ -404,6 +422,33 @@ def test_a_slice_whose_pool_is_too_small_for_a_request_is_passed_over() -> None:
     ):
         with pytest.raises(ConfigError, match=said):  # no slice is too small for such a setting
             slices.latency({"model": "opt-125m", **setting}, A100, A100.profiles[0], 1, slices.Slo())
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"max_model_len": 600}, "prompt_tokens=512 leave room for 88 of output_tokens=128 in a context of 600"),
+    ({"cpu_offload_gb": 4.0}, "a simulated device holds all weights: leave out cpu_offload_gb"),
+    ({"quantization": "fp8"}, "A100 80 GB, 1g.10gb: quantization='fp8' needs a GPU with float8 matrix units"),
+    ({"speculative_config": {"method": "ngram"}}, "leave out speculative_config"),
+])  # fmt: skip
+def test_what_a_slice_does_not_serve_so_is_refused(settings, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        slices.smallest({"model": "opt-125m", **settings}, A100, slices.Slo(), 1)
+
+
+def test_a_fleet_model_may_have_settings_that_are_lists(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "fleet.yaml"
+    settings = "{max_lora_rank: 8, lora_modules: [a=x]}"
+    path.write_text(f"card: a100-80g\nmodels: [{{name: a, model: opt-125m, settings: {settings}}}]")
+    assert main(["plan", "--fleet", str(path)]) == 0
+    assert "1g.10gb a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("opt-30b", False), ("llama-70b", True)])
+def test_whole_gpus_are_named_for_a_model_that_ranks_can_hold(model: str, ranks: bool) -> None:
+    card = CARDS["a100-40g"]
+    with pytest.raises(ConfigError, match=r"no slice of a100-40g is large enough") as refused:
+        slices.smallest({"model": model, "quantization": "none"}, card, slices.Slo(), 1)
+    assert ("--tensor-parallel-size" in str(refused.value)) == ranks
 
 
 def test_a_fleet_is_packed_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

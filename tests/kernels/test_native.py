@@ -35,6 +35,9 @@ def test_library_path_follows_sources_and_cache(empty_cache: Path, monkeypatch: 
         pytest.skip("no compiler")
     path = compilation.library_path()
     assert path.is_relative_to(empty_cache / "kernels")
+    monkeypatch.setenv("HOME", str(empty_cache))
+    monkeypatch.setenv("QUIRE_CACHE", "~/named")
+    assert compilation.library_path().is_relative_to(empty_cache / "named")
     monkeypatch.setattr(compilation, "BASE_FLAGS", ("-O1",))
     assert compilation.library_path() != path
 

@@ -218,6 +218,22 @@ def test_plan_prints_groups_and_commands_that_quire_reads(tmp_path, capsys):
     assert all(0 < share <= 0.9 for share in shares.values())
 
 
+def test_names_are_quoted_in_commands(tmp_path, capsys):
+    assert (
+        main(
+            [
+                "plan",
+                "--fleet",
+                write(tmp_path / "fleet.yaml", models="{name: a b; ls, model: llama-1b, rate: 2}"),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    command = shlex.split(json.loads(capsys.readouterr().out)["commands"][0])
+    assert command[command.index("--served-model-name") + 1] == "a b; ls"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -233,6 +249,18 @@ def test_plan_prints_groups_and_commands_that_quire_reads(tmp_path, capsys):
         ({"models": "{name: a, model: llama-70b, rate: 1}"}, "4 × a100-40g would hold it"),
         ({"models": "{name: a, model: opt-30b, rate: 1}"}, "cannot be cut into ranks and needs"),
         ({"models": "{name: a, model: flan-t5-small, rate: 1}"}, "has an encoder"),
+        (
+            {"models": "{name: a, model: llama-1b, rate: 1, settings: {max_model_len: 64}}"},
+            "prompt_tokens + output_tokens is 80 and the context has 64 tokens: give shorter ones",
+        ),
+        (
+            {"models": "{name: a, model: llama-1b, rate: 1, settings: {quantization: fp8}}"},
+            "a100-40g: quantization='fp8' needs a GPU with float8 matrix units",
+        ),
+        (
+            {"models": "{name: a, model: llama-1b, rate: 1, settings: {max_num_seqs: 4}}"},
+            "max_num_seqs is 4: leave it to the plan",
+        ),
         ({"gpus": "{a100-40: 2}"}, "'a100-40' is not known: choose from a100-40g"),
         ({"gpus": "{h200: 0}"}, "gpus: h200 is 0: give a whole number from 1"),
         ({"gpus": "h200"}, "such as {h200: 8}"),

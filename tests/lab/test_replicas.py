@@ -100,3 +100,8 @@ def test_small_models_are_replicated_and_large_ones_split(setup, tmp_path, monke
         > full["opt-13b", 4, replicas.REPLICAS]["num_blocks"]
     )
     write_finding(replicas.EXPERIMENT, finding, 1.0, tmp_path)
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    finding.pictures[0].draw(figure)
+    for axis in figure.axes:
+        low, high = axis.get_xlim()
+        assert 1 <= sum(low <= tick <= high for tick in axis.get_xticks()) <= 3

@@ -252,6 +252,16 @@ def test_scales_that_are_no_numbers_or_zero_are_named(
     refused(folder, f"{MODULE}.{suffix}", f"scale of {value}", "again", error=WeightsError)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_packed_weights_of_another_type_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = altered(tmp_path, "ct-w4a16")
+    packed = load_file(folder / "model.safetensors")[f"{MODULE}.weight_packed"]
+    rewrite(folder, weight_packed=packed.to(dtype))
+    refused(
+        folder, f"{MODULE}: weight_packed is ", "values of 4 or 8 bits in I32: fetch the checkpoint again"
+    )
+
+
 def test_cut_blocks_and_missing_tensors_are_named(tmp_path: Path) -> None:
     folder = altered(tmp_path / "1", "bnb-nf4")
     rewrite(folder, weight=torch.zeros(100, 1, dtype=torch.uint8))
@@ -292,6 +302,7 @@ def missing(tensor: Tensor) -> None:
     [("bnb-nf4", "weight.absmax", shorter, "invalid for input"), ("bnb-nf4", "weight.absmax", missing, "missing"),
      ("bnb-nf4-nested", "weight.absmax", shorter, "invalid for input"),
      ("bnb-nf4-nested", "weight.nested_absmax", none_of, "0 scales where 1 are needed"),
+     ("bnb-nf4-nested", "weight.nested_absmax", missing, "nested_absmax is missing"),
      ("bnb-int8", "weight", flat, "values to unpack"), ("bnb-int8", "SCB", shorter, "its scales"),
      ("gptq", "scales", flat, "IndexError"), ("gptq", "qweight", flat, "IndexError"),
      ("gptq", "qzeros", missing, "qzeros is missing"),

@@ -108,6 +108,14 @@ def test_shared_memory_gives_every_rank_the_same(size):
     os.close(descriptor)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="a temporary file takes its place here")
+def test_shared_memory_is_limited_by_no_file_system():
+    descriptor = shared_file(1 << 40)
+    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
+    assert os.fstat(descriptor).st_size == 1 << 40
+    os.close(descriptor)
+
+
 def test_gloo_gives_the_same(tmp_path):
     _check_kinds(_run(_all_kinds, _gloo, str(tmp_path), 2), 2)
 

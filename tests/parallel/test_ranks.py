@@ -173,8 +173,13 @@ def test_a_step_of_256_rows_is_encoded_in_a_fraction_of_a_millisecond():
             "OPTForCausalLM cannot be cut",
         ),
         (
-            {"tensor_parallel_size": 2, "kv_offload_gb": 1, "kv_offload_dir": "/tmp/x"},
-            "kv_offload_dir is for one",
+            {
+                "tensor_parallel_size": 2,
+                "distributed_executor_backend": "ray",
+                "kv_offload_gb": 1,
+                "kv_offload_dir": "x",
+            },
+            "kv_offload_dir is for ranks on one machine's CPU",
         ),
         ({"tensor_parallel_size": 2, "weights_memory_gb": 1.0}, "weights of ranks do not stream"),
     ],

@@ -134,8 +134,9 @@ def test_limits_of_pages_characters_memory_and_time(tmp_path: Path) -> None:
 
 def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     assert parsed(tmp_path, "a.txt", "before") == "before"
-    process = parsing._process._process
-    assert process is not None
+    reader = parsing._process._process
+    assert reader is not None
+    process = reader.process
     process.kill()
     process.wait()
     assert parsed(tmp_path, "a.txt", "after") == "after"

@@ -16,7 +16,7 @@ CONTENTS = [bytes([number]) * 32 for number in range(4)]
 
 def open_tier(folder: Path, num_blocks: int = 100) -> FileDiskTier:
     arena = HostArena(BLOCK_BYTES, 8, pinned=False)
-    tier = FileDiskTier(folder, arena, lambda ticket, seconds: True, 1)
+    tier = FileDiskTier(folder, [arena], lambda ticket, seconds: True, 1)
     tier._max_blocks = num_blocks
     return tier
 

@@ -1,6 +1,7 @@
 """Whatever is wrong with a request, its error has OpenAI's shape and names the field."""
 
 import asyncio
+import gzip
 import time
 
 import httpx
@@ -96,12 +97,21 @@ def test_a_request_that_could_never_fit_the_pool_says_so(server: RunningServer):
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": ' + b"[" * 100_000]
+    ("content", "reason"),
+    [
+        (b"{", "no valid JSON"),
+        *((content, "must be a JSON object") for content in (b"", b"[]", b"null", b'"x"')),
+        (b"\xff\xfe", "no valid JSON"),  # the marks of UTF-16
+        (b'{"messages": "\xe9"}', "no valid utf-8 at byte 14"),
+        (gzip.compress(b'{"messages": []}', mtime=0), "uncompressed"),
+        (b'{"messages": ' + b"[" * 100_000, "nests too deeply"),
+    ],
 )
-def test_a_body_that_is_no_json_object_is_a_400(server: RunningServer, content: bytes):
+def test_a_body_that_is_no_json_object_is_a_400(server: RunningServer, content: bytes, reason: str):
     headers = {"Content-Type": "application/json"}
     error = server.error("/v1/chat/completions", 400, content=content, headers=headers)
     assert error["type"] == "invalid_request_error"
+    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("depth", [300, 480, 700, 950, 5000])

@@ -83,6 +83,25 @@ def test_a_request_in_one_piece_is_answered(port: int) -> None:
             assert b"     5-bytes" in received
 
 
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("pieces", [1, 7, 60])
+def test_an_offered_upgrade_is_ignored_and_the_body_is_read(offer: bytes, pieces: int) -> None:
+    head = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: " + offer + b"\r\nHTTP2-Settings: AAM\r\n"
+    request = head + b"Content-Length: 5\r\n\r\nhello"
+    with serving(ServerSettings()) as port, connected(port) as opened:
+        for _ in range(2):  # kept alive
+            for at in range(pieces):
+                opened.sendall(request[len(request) * at // pieces : len(request) * (at + 1) // pieces])
+                time.sleep(0.001)
+            received = b""
+            while not received.endswith(b"-bytes"):
+                piece = opened.recv(1000)
+                assert piece, received
+                received += piece
+            assert received.startswith(b"HTTP/1.1 200")
+            assert b"     5-bytes" in received
+
+
 @pytest.mark.parametrize("size", [9000, 300_000])
 @pytest.mark.parametrize("ended", [True, False])
 def test_large_headers_are_a_431(port: int, size: int, ended: bool) -> None:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.running import ADMIN_KEY, MODEL, RunningServer
+from tests.server.running import ADMIN_KEY, MODEL, PATIENCE, RunningServer
 
 LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 Start = Callable[..., RunningServer]
@@ -192,6 +192,21 @@ def test_sigterm_lets_short_answers_end_and_aborts_long_ones_with_an_error(start
     assert all(count > 0 for count, _ in ended)
     assert server.wait_exit() == 0
     assert not any("starting it again" in line for line in server.lines)
+
+
+def test_a_second_signal_ends_answers_at_once(start_server: Start):
+    server = start_server("--shutdown-timeout", "3600")
+    body = {**LONG, "max_tokens": 8000, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_status("/ready", 503)
+        server.process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-2:]
+    assert "the server shut down before the end" in last[0]
+    assert last[1] == "data: [DONE]"
+    assert server.wait_exit() == 0
 
 
 def test_a_killed_engine_costs_its_requests_and_nothing_else(start_server: Start):

@@ -9,7 +9,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import trustme
 
+from quire.cli.main import main
 from quire.cli.serve_models import common_flags
 from quire.core.errors import ConfigError
 from quire.fleet.model_set import ModelEntry, ModelSet, keep_alive_seconds, read_models
@@ -59,6 +61,20 @@ def change(server: RunningServer, action: str, model: str) -> httpx.Response:
 
 def unload(server: RunningServer, model: str) -> httpx.Response:
     return change(server, "unload", model)
+
+
+def test_an_offered_upgrade_is_ignored(server: RunningServer) -> None:
+    """As Java's HTTP client offers it: the body is read all the same."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": ""}
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "none", "prompt": "a"}, headers=offer)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_several_models_have_no_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = tmp_path / "both.pem"
+    trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(both)
+    assert main(["serve", "one", "two", "--ssl-certfile", str(both), "--ssl-keyfile", str(both)]) == 2
+    assert "several models are served without TLS" in capsys.readouterr().err
 
 
 def test_a_model_starts_for_its_request_and_makes_room_for_another(server: RunningServer) -> None:

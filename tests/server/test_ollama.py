@@ -38,6 +38,15 @@ def test_a_chat_is_the_same_whole_and_in_a_stream(client: ollama.Client) -> None
         assert last.prompt_eval_count > 20
 
 
+def test_a_whole_answer_knows_how_long_its_tokens_took(client: ollama.Client) -> None:
+    long = client.chat(
+        MODEL, [{"role": "user", "content": "Write a long story."}], options={"num_predict": 200}
+    )
+    eval_ns, prompt_ns = long.eval_duration or 0, long.prompt_eval_duration or 0
+    assert eval_ns > 1_000_000, "of 200 tokens"
+    assert eval_ns + prompt_ns <= (long.total_duration or 0)
+
+
 def test_generate_takes_a_system_prompt_and_a_format(client: ollama.Client) -> None:
     schema = {
         "type": "object",

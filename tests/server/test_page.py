@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from tests.server.hostile import PAYLOADS
+from tests.server.page_tab import KEY, MESSAGE, Tab
 from tests.server.running import ADMIN_KEY, RunningServer
 from tools.fetch_browser import executable
 
-KEY = "the-users-key"
-MESSAGE = "textarea[aria-label=Message]"
 TAGS = "P H3 H4 H5 H6 STRONG EM S CODE PRE UL OL LI BLOCKQUOTE TABLE THEAD TBODY TR TH TD HR A DIV SPAN BUTTON svg path"
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -41,62 +40,6 @@ def chromium() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=str(executable()), args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-class Tab:
-    """A page with keys, and all that it said and asked for."""
-
-    def __init__(self, chromium: Any, server: RunningServer, key: str | None = KEY, **options: Any) -> None:
-        self.context = chromium.new_context(viewport={"width": 1200, "height": 800}, **options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(60_000)
-        self.errors: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
-        self.page.on("pageerror", lambda fault: self.errors.append(str(fault)))
-        self.page.on("request", lambda asked: self.hosts.add(asked.url.partition("//")[2].partition("/")[0]))
-        if key is not None:
-            keys = json.dumps({"quire.key": key, "quire.admin": ADMIN_KEY})
-            self.page.add_init_script(
-                f"Object.entries({keys}).forEach((pair) => sessionStorage.setItem(...pair))"
-            )
-        self.server = server
-        self.page.goto(f"{server.url}/")
-
-    def never_end(self, max_tokens: int = 6000) -> None:
-        """Answers go on until they are stopped, however fast the machine is and whatever the model would say."""
-
-        def longer(route: Any) -> None:
-            body = {**route.request.post_data_json, "ignore_eos": True, "max_tokens": max_tokens}
-            route.continue_(post_data=json.dumps(body))
-
-        self.page.route("**/v1/chat/completions", longer)
-
-    def ask(self, text: str, **settings: object) -> None:
-        if settings:
-            self.page.evaluate(
-                f"localStorage.setItem('quire.settings', {json.dumps(json.dumps(settings))!s})"
-            )
-            self.page.reload()
-        self.page.wait_for_selector(MESSAGE)
-        self.page.fill(MESSAGE, text)
-        self.page.keyboard.press("Enter")
-
-    def until(self, expression: str, *argument: Any, seconds: float = 60.0) -> None:
-        """Waits for it. Playwright's own wait would need `eval`, which the page's policy forbids."""
-        deadline = time.monotonic() + seconds
-        while not self.page.evaluate(expression, *argument):
-            assert time.monotonic() < deadline, expression
-            time.sleep(0.02)
-
-    def wait_answered(self) -> None:
-        self.page.wait_for_selector(".thread[aria-busy=false]")
-
-    def answer(self) -> str:
-        return self.page.locator(".answer .text").last.inner_text()
-
-    def close(self) -> None:
-        self.context.close()
 
 
 @pytest.fixture
@@ -172,6 +115,9 @@ def test_edits_and_new_answers_are_branches_and_a_reload_keeps_them(tab: Tab):
     tab.page.hover(".turn.user")
     tab.page.click(".turn.user .edit")
     tab.page.fill(".editing textarea", "Say another word.")
+    composing = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true})"
+    tab.page.evaluate(f"document.querySelector('.editing textarea').dispatchEvent({composing})")
+    assert tab.page.locator(".editing").count() == 1  # it ended a word of an input method
     tab.page.keyboard.press("Enter")
     tab.page.wait_for_selector(".turn.user .branches >> text=2/2")
     tab.wait_answered()
@@ -204,6 +150,61 @@ def test_a_page_that_is_left_in_mid_answer_keeps_what_came(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
+def test_settings_that_cannot_be_sent_leave_the_question_where_it_is(tab: Tab):
+    tab.ask("Hi", schema="{bad", max_tokens="4")
+    tab.page.wait_for_selector("#banner >> text=Settings, JSON schema")
+    assert tab.page.input_value(MESSAGE) == "Hi"
+    assert tab.page.locator(".turn").count() == 0
+    tab.page.click("#chat-settings")
+    tab.page.fill("textarea[name=schema]", "")
+    tab.page.focus(MESSAGE)
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector(".answer")
+    tab.wait_answered()
+    assert tab.page.locator(".turn.user").count() == 1
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_tokens_are_counted_and_tinted_as_far_as_they_are_known(tab: Tab):
+    tab.ask("What is the capital of France?", temperature="0", tint=True)
+    tab.wait_answered()
+    assert tab.answer() == "The capital of France is Paris."  # and not the token that ended it
+    assert tab.page.inner_text(".facts").startswith("8 tokens")
+    tab.ask("Name a fruit.", n="2", max_tokens="6", tint=False)
+    tab.wait_answered()
+    counts = tab.page.locator(".turn:last-child .facts").all_inner_texts()
+    assert [count.partition(" tokens")[0][:9] for count in counts] == ["at least "] * 2
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_another_conversation_keeps_what_came_of_an_answer(tab: Tab):
+    tab.never_end()
+    tab.ask("Tell me a very long story about the sea.")
+    grown = "(before) => (document.querySelector('.answer .text')?.innerText.length ?? 0) > before"
+    tab.until(grown, 20)
+    tab.page.click(".chats li:has-text('Tell me') button >> nth=0")
+    tab.until(grown, len(tab.answer()))  # the open one goes on
+    tab.page.click("text=New chat")
+    tab.wait_answered()
+    assert tab.page.locator(".chats li").count() == 1
+    tab.page.click(".chats li:has-text('Tell me') button >> nth=0")
+    assert len(tab.answer()) > 20
+    assert "stopped" in tab.page.inner_text(".facts")
+    tab.ask("And another one.")
+    tab.until("document.querySelectorAll('.answer .text').length == 2")
+    tab.page.click(".chats button[aria-label=Delete]")
+    tab.wait_answered()
+    assert tab.page.locator(".chats li").count() == 0
+    tab.server.wait_idle()
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
 def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: RunningServer):
     tab = Tab(chromium, keyed, key=None)
     tab.page.wait_for_selector("#key")
@@ -221,6 +222,10 @@ def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: Runnin
     tab.page.wait_for_selector(".map-box canvas")
     assert tab.page.evaluate("sessionStorage.getItem('quire.key')") == KEY
     assert tab.page.evaluate("Object.keys(localStorage).filter((name) => name.includes('key')).length") == 0
+    tab.page.evaluate("sessionStorage.setItem('quire.key', 'of-yesterday')")
+    tab.page.keyboard.press("Alt+1")
+    tab.ask("Hi")
+    tab.page.wait_for_selector(".failure >> text=reload the page to enter another one")
     tab.close()
 
 
@@ -433,15 +438,29 @@ def test_fifty_thousand_blocks_are_drawn_thirty_times_a_second(tab: Tab):
 
 @needs_browser
 @pytest.mark.browser
-def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: RunningServer):
+def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: RunningServer, tmp_path: Path):
     tab = Tab(chromium, keyed, color_scheme="dark", reduced_motion="reduce")
     tab.page.set_viewport_size({"width": 360, "height": 640})
     tab.page.wait_for_selector(MESSAGE)
+    (tmp_path / f"batch_{'a1' * 30}.jsonl").write_text("{}")
+    tab.page.click("#tab-files")
+    tab.page.set_input_files("#view-files input[type=file]", list(tmp_path.iterdir()))
+    tab.page.wait_for_selector("#view-files tr:has-text('batch_')")
     for name in ("memory", "steps", "models", "files", "training", "laboratory", "chat"):
         tab.page.click(f"#tab-{name}")
         tab.page.wait_for_timeout(150)
-        assert tab.page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert tab.page.evaluate(f"document.getElementById('view-{name}').scrollWidth") <= 360
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 25)"
+    drawer, conversations = ".drawer:not([hidden])", ".side.open"
+    for opens, panel, close in (
+        ("#chat-settings", drawer, lambda: tab.page.click("button[aria-label='Close the settings']")),
+        ("#chat-settings", drawer, lambda: tab.page.keyboard.press("Escape")),
+        ("button[aria-label=Conversations]", conversations, lambda: tab.page.mouse.click(350, 300)),
+    ):
+        tab.page.click(opens)
+        assert tab.page.locator(panel).count() == 1
+        close()
+        assert tab.page.locator(panel).count() == 0
     tab.page.focus("#tab-chat")
     tab.page.keyboard.press("ArrowRight")
     assert tab.page.evaluate("document.activeElement.id") == "tab-memory"

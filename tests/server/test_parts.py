@@ -172,8 +172,12 @@ def test_scoring_needs_one_token_and_prompt_logprobs():
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"host": ""},
         {"port": -1},
         {"ssl_certfile": "a.pem"},
+        {"ssl_certfile": "none.pem", "ssl_keyfile": "none.pem"},
+        {"ssl_certfile": __file__, "ssl_keyfile": __file__},
+        {"root_path": "api"},
         {"max_queue_requests": 0},
         {"request_timeout": 0.0},
         {"shutdown_timeout": -1.0},

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import WeightsError
+from quire.observe.host import cache_folder
 from quire.weights import wheel
 from quire.weights.builtin import BUILTIN, main
-from quire.weights.cache import cache_folder, list_cached
+from quire.weights.cache import list_cached
 from quire.weights.wheel import WheelFile, fetched
 
 CONTENT = bytes(range(256)) * 5000

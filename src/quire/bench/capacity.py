@@ -6,11 +6,13 @@ measured: where there is one, it is used instead of `bandwidth`.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.core.config import EngineConfig, ModelConfig
+from quire.core.config import EngineConfig, ModelConfig, ParallelConfig
 from quire.core.errors import ConfigError
 from quire.core.stats import PoolSize
+from quire.engine.build.ranks import check_ranks
 from quire.engine.build.resolve import (
     Precision,
     block_layout,
@@ -23,9 +25,10 @@ from quire.layers.factory import RankPart
 from quire.models import registry
 from quire.models.expert_placement import experts_away, resident_experts
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire.parallel.cut import cut_model
+from quire.parallel.cut import cut_layers, cut_model
 from quire.parallel.group import Group
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
+from quire.quant.choice import NO_FLOAT8
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, free_host_bytes, pool_size
 from quire.weights.source import Source
 
 GiB = 1 << 30
@@ -39,10 +42,7 @@ class Gpu:
     flops: float  # per second
     source: str
     measured: float | None = None  # bytes per second
-
-    @property
-    def read_rate(self) -> float:
-        return self.measured or self.bandwidth
+    float8: bool = True  # has matrix units for it
 
 
 GPUS = (
@@ -51,14 +51,14 @@ GPUS = (
     ),
     Gpu("H100", int(79.1 * GiB), 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM5"),
     Gpu("H100-PCIe", int(79.1 * GiB), 2.00e12, 756e12, "NVIDIA H100 data sheet, PCIe"),
-    Gpu("A100-80", int(79.2 * GiB), 2.04e12, 312e12, "NVIDIA A100 data sheet, SXM4 80 GB"),
-    Gpu("A100-40", int(39.4 * GiB), 1.555e12, 312e12, "NVIDIA A100 data sheet, 40 GB"),
+    Gpu("A100-80", int(79.2 * GiB), 2.04e12, 312e12, "NVIDIA A100 data sheet, SXM4 80 GB", float8=False),
+    Gpu("A100-40", int(39.4 * GiB), 1.555e12, 312e12, "NVIDIA A100 data sheet, 40 GB", float8=False),
     Gpu("L40S", int(44.4 * GiB), 0.864e12, 362e12, "NVIDIA L40S data sheet"),
     Gpu("L4", int(22.0 * GiB), 0.300e12, 121e12, "NVIDIA L4 data sheet"),
-    Gpu("A10", int(22.0 * GiB), 0.600e12, 125e12, "NVIDIA A10 data sheet"),
-    Gpu("T4", int(14.6 * GiB), 0.320e12, 65e12, "NVIDIA T4 data sheet, fp16"),
+    Gpu("A10", int(22.0 * GiB), 0.600e12, 125e12, "NVIDIA A10 data sheet", float8=False),
+    Gpu("T4", int(14.6 * GiB), 0.320e12, 65e12, "NVIDIA T4 data sheet, fp16", float8=False),
     Gpu("RTX-4090", int(23.5 * GiB), 1.008e12, 165e12, "NVIDIA Ada architecture white paper"),
-    Gpu("V100", int(31.7 * GiB), 0.900e12, 125e12, "NVIDIA V100 data sheet, SXM2 32 GB, fp16"),
+    Gpu("V100", int(31.7 * GiB), 0.900e12, 125e12, "NVIDIA V100 data sheet, SXM2 32 GB, fp16", float8=False),
 )
 
 
@@ -101,10 +101,12 @@ class Device:
     read_rate: float  # bytes per second
     flops: float  # per second
     source: str
+    float8: bool = True
 
 
 def device_of(gpu: Gpu) -> Device:
-    return Device(gpu.name, True, gpu.memory, gpu.read_rate, gpu.flops, gpu.source)
+    rate = gpu.measured or gpu.bandwidth
+    return Device(gpu.name, True, gpu.memory, rate, gpu.flops, gpu.source, gpu.float8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,8 @@ class Capacity:
     max_model_len: int
     max_num_seqs: int
     num_resident: int | None = None  # experts of each layer that stay, by use; None: all weights stay
-
-    @property
-    def away_bytes(self) -> float:
-        """Of weights that are not on the device."""
-        return _away_bytes(self.weights, self.num_resident)
+    away_bytes: int = 0  # of weights that are not on the device
+    is_rank: bool = False  # one of several, beside which others take memory
 
     @property
     def engine_bytes(self) -> int:
@@ -140,7 +139,7 @@ class Capacity:
     @property
     def server_bytes(self) -> int:
         """Host memory of `quire serve` on a CPU once the pool is full."""
-        weights = self.weights.num_bytes - int(self.away_bytes)
+        weights = self.weights.num_bytes - self.away_bytes
         return weights + self.pool.num_bytes + self.engine_bytes + self.http_bytes
 
     def sequences_of(self, context: int) -> int:
@@ -174,40 +173,66 @@ class Floor:
 def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capacity:
     """Of the rank that has most to hold, where there are several. ConfigError if the weights alone do not fit."""
     model = registry.describe(source.config)
+    if config.parallel.num_ranks == 1:
+        return _capacity_of(config, source, device, model)
+    check_ranks(config, model, device.on_gpu)
+    ranks = [_capacity_of(config, source, device, model, part) for part in _parts(config.parallel, model)]
+    fewest = min(rank.pool.num_blocks for rank in ranks)  # ids of blocks are those of all
+    most = max(ranks, key=lambda rank: rank.weights.num_bytes + fewest * rank.pool.block_bytes)
+    if fewest == most.pool.num_blocks:
+        return most
+    num_bytes = (fewest + 1) * most.pool.block_bytes
+    pool = replace(most.pool, num_blocks=fewest, num_bytes=num_bytes, limit="the smallest rank")
+    return replace(most, pool=pool, max_num_seqs=min(rank.max_num_seqs for rank in ranks))
+
+
+def _parts(parallel: ParallelConfig, model: ModelConfig) -> Iterator[RankPart]:
+    """Of each rank, without ranks that have as much as another one."""
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    known = set()
+    for stage, layers in enumerate(cut_layers(model, pp) if pp > 1 else [None]):
+        for rank in range(tp):
+            cut = cut_model(model, rank, tp)
+            spans = (cut.heads[rank], cut.kv_heads[rank], cut.inner[rank], cut.vocab[rank], layers or (0, 0))
+            size = (stage == 0, *(last - first for first, last in spans))
+            if size not in known:
+                known.add(size)
+                yield RankPart(cut, Group(rank, tp), Group(stage, pp), layers)
+
+
+def _capacity_of(
+    config: EngineConfig, source: Source, device: Device, model: ModelConfig, part: RankPart | None = None
+) -> Capacity:
+    """`part`: of one rank; it has an equal share of the memory of a machine whose other ranks have theirs."""
+    name, sharing = source.name, 1
     precision = _precision(config, model, device)
     max_model_len = resolve_max_model_len(config, model)
-    part, size = None, config.parallel.num_ranks
-    if size > 1:
-        ranks = [RankPart(cut_model(model, rank, size), Group(rank, size)) for rank in range(size)]
-        part = max(ranks, key=lambda rank: rank.cut.local.num_kv_heads)  # blocks are largest there
-        model = part.cut.local
-    weights = weight_shape(part.cut.model if part else model, precision.format, source.encodings, part)
+    weights = weight_shape(model, precision.format, source.encodings, part)
+    if part is not None:
+        number = part.stages.rank * part.group.size + part.group.rank
+        name = f"{name}, rank {number} of {config.parallel.num_ranks}"
+        sharing = 1 if device.on_gpu else config.parallel.ranks_on_machine
+        first, last = part.layers or (0, model.num_layers)
+        model = replace(part.cut.local, num_layers=last - first)
     groups = layer_groups(config, model, max_model_len)
     layout = block_layout(config.memory.block_size, model, precision, groups)
     num_resident = _resident_experts(config, device, weights)
-    kept_bytes = weights.num_bytes - int(_away_bytes(weights, num_resident))
-    free = _free_bytes(config, device, kept_bytes, mapped=precision.format.worth_keeping)
+    away_bytes = _away_bytes(weights, num_resident)
+    kept_bytes = sharing * (weights.num_bytes - away_bytes)
+    free = _free_bytes(config, device, kept_bytes, mapped=precision.format.worth_keeping) // sharing
     max_rows, _ = default_limits(config.scheduler, precision.device)
     pool = pool_size(config.memory, layout, groups, max_rows, max_model_len, free)
     return Capacity(
-        model_name=f"{source.name}, rank {part.cut.rank} of {size}" if part else source.name,
-        model=model,
-        format_name=precision.format_name,
-        kv_dtype=precision.kv_dtype,
-        weights=weights,
-        kv_bytes_per_token=layout.bytes_per_token,
-        pool=pool,
-        max_model_len=max_model_len,
-        max_num_seqs=min(max_rows, pool.num_blocks // groups.num_groups),
-        num_resident=num_resident,
-    )
+        name, model, precision.format_name, precision.kv_dtype, weights, layout.bytes_per_token, pool, max_model_len,
+        min(max_rows, pool.num_blocks // groups.num_groups), num_resident, away_bytes, part is not None,
+    )  # fmt: skip
 
 
-def _away_bytes(weights: WeightShape, num_resident: int | None) -> float:
+def _away_bytes(weights: WeightShape, num_resident: int | None) -> int:
     experts = weights.experts
     if num_resident is None or experts is None:
-        return 0.0
-    return (experts.num_experts - num_resident) * experts.num_layers * experts.expert_bytes
+        return 0
+    return int((experts.num_experts - num_resident) * experts.num_layers * experts.expert_bytes)
 
 
 def _resident_experts(config: EngineConfig, device: Device, weights: WeightShape) -> int | None:
@@ -245,6 +270,8 @@ def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: in
 
 def _precision(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
     """Resolved on torch's "meta" device for a GPU that is absent: neither has the CPU's own formats."""
+    if config.model.quantization == "fp8" and not device.float8:
+        raise ConfigError(f"{device.name}: {NO_FLOAT8}")
     runner = replace(config.runner, device="meta" if device.on_gpu else "cpu")
     return resolve_precision(replace(config, runner=runner), model)
 
@@ -258,7 +285,7 @@ def _free_bytes(config: EngineConfig, device: Device, kept_bytes: int, mapped: b
         now = free_host_bytes()
         return now if now >= CPU_POOL_LIMIT else int(max(0, now - CPU_POOL_SHARE * kept))
     assert device.memory is not None, "a GPU's memory is known"
-    usable = int(device.memory * config.memory.gpu_memory_utilization)
+    usable = min(int(device.memory * config.memory.gpu_memory_utilization), device.memory - GPU_MARGIN)
     left = usable - kept_bytes - GPU_CONTEXT_BYTES
     if left <= 0:
         raise ConfigError(

@@ -18,7 +18,7 @@ from quire.core.stats import shown
 from quire.kernels import build as compilation
 from quire.kernels import choose, native
 from quire.kernels.registry import REFERENCE
-from quire.weights.cache import cache_folder
+from quire.observe.host import cache_folder, numbers_in
 
 PACKAGES = (
     *("quire", "torch", "numpy", "safetensors", "tokenizers"),
@@ -147,12 +147,8 @@ def memory_bytes() -> int:
 def resident_bytes() -> dict[str, int]:
     """This process now: `current` and `peak`, and of the current what is its own (`anonymous`) or mapped files."""
     names = {"VmRSS": "current", "VmHWM": "peak", "RssAnon": "anonymous", "RssFile": "mapped_files"}
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    return {names[key]: int(value.split()[0]) * 1024 for key, value in pairs if key in names}
+    kilobytes = numbers_in(Path("/proc/self/status"))
+    return {name: kilobytes[key] << 10 for key, name in names.items() if key in kilobytes}
 
 
 def _cpu_info() -> list[str]:

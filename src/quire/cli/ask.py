@@ -25,7 +25,7 @@ SHOWN = 90  # characters of a passage
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("question", metavar="QUESTION", help="what is asked")
+    parser.add_argument("question", metavar="QUESTION", help="the question")
     parser.add_argument(
         "files",
         nargs="*",
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--index", metavar="FOLDER", help="an index of `quire index add`; FILEs are added to it"
     )
-    parser.add_argument("-k", type=int, default=3, help="passages in the prompt at most (default: 3)")
+    parser.add_argument("-k", type=int, default=3, help="most passages in the prompt (default: 3)")
     parser.add_argument("--json", action="store_true", help="print answer and sources as one JSON object")
     parser.add_argument("--quiet", action="store_true", help="print only errors on stderr")
     add_retriever_flags(parser)
@@ -87,7 +87,7 @@ def add_retriever_flags(parser: Parser) -> None:
     group.add_argument(
         "--chunk-overlap",
         type=int,
-        help=f"tokens that a passage repeats of the one before (default: {CHUNK_OVERLAP})",
+        help=f"tokens of overlap with the passage before (default: {CHUNK_OVERLAP})",
     )
 
 

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 from quire.cli.flags import BUILTIN
 from quire.core.errors import ConfigError, EngineDead
 from quire.fleet.model_set import STARTED
-from quire.observe.host import process_birth
-from quire.weights.cache import cache_folder
+from quire.observe.host import cache_folder, process_birth
 from quire.weights.hub import hub_name
 
 HEALTH_SECONDS = 5.0

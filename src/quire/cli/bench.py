@@ -205,7 +205,7 @@ def _add_serve(parser: Parser) -> None:
         "--metric-percentiles",
         default="50,90,95,99",
         metavar="N,…",
-        help="of every latency, beside mean and maximum (default: 50,90,95,99)",
+        help="percentiles of every latency, beside mean and maximum (default: 50,90,95,99)",
     )
     group.add_argument(
         "--percentile-metrics",
@@ -219,7 +219,7 @@ def _add_serve(parser: Parser) -> None:
         help="draw streams over engine steps (.html or .svg), and print which step held the latest tokens up; a Quire "
         "server only",
     )
-    group.add_argument("--admin-key", help="of the server, for --timeline (default: --api-key)")
+    group.add_argument("--admin-key", metavar="KEY", help="for --timeline (default: --api-key)")
     group.add_argument(
         "--save-detailed", action="store_true", help="add the times of every request to the JSON"
     )
@@ -331,10 +331,10 @@ def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _add_server(group: FlagGroup) -> None:
     group.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: %(default)s)"
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="server (default: %(default)s)"
     )
     group.add_argument("--model", help="model to request (default: the server's first)")
-    group.add_argument("--api-key", metavar="KEY", help="(also: OPENAI_API_KEY)")
+    group.add_argument("--api-key", metavar="KEY", help="key of the server (also: OPENAI_API_KEY)")
     endpoints = f"{' or '.join(_ENDPOINTS.values())} (default: the former)"
     group.add_argument("--endpoint", default=_ENDPOINTS["completions"], metavar="PATH", help=endpoints)
     group.add_argument(
@@ -354,17 +354,17 @@ def _add_workload(group: FlagGroup) -> None:
     group.add_argument("--num-prompts", type=int, default=100, help="requests (default: 100)")
     for name, default in (("input", SERVE_DEFAULTS.input_len), ("output", SERVE_DEFAULTS.output_len)):
         group.add_argument(
-            f"--random-{name}-len", type=int, default=default, help="tokens (default: %(default)s)"
+            f"--random-{name}-len", type=int, default=default, help="mean tokens (default: %(default)s)"
         )
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="0.2: lengths ± 20 %% (default: 0)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    group.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
+    group.add_argument("--temperature", type=float, default=0.0, help="temperature of sampling (default: 0)")
     ended = "let answers end early (for servers that know no ignore_eos)"
     group.add_argument("--no-ignore-eos", action="store_true", help=ended)
     group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request")
-    group.add_argument("--num-warmups", type=int, default=1, help="short requests before (default: 1)")
+    group.add_argument("--num-warmups", type=int, default=1, help="short requests first (default: 1)")
 
 
 def _add_arrivals(group: FlagGroup) -> None:

@@ -39,12 +39,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", help="a folder, a .gguf file or a hub id (default: the built-in model)")
     parser.add_argument("--name", default="mine", help="the adapter's name (default: mine)")
     parser.add_argument("--output", "-o", metavar="FOLDER", help="the adapter's folder (default: NAME)")
-    parser.add_argument("--overwrite", action="store_true", help="begin again where the folder holds a run")
+    parser.add_argument("--overwrite", action="store_true", help="start over if the folder holds a run")
     parser.add_argument(
         "--validation", metavar="FILE", help="held-out examples (default: a part of the data)"
     )
-    group = parser.group("training", "auto: by the model and the data")
-    meaning = "supervised, or dpo: preferred and other answers"
+    group = parser.group("training", "auto: chosen for the model and the data")
+    meaning = "supervised, or dpo on pairs of answers (default: supervised)"
     group.add_argument("--method", choices=METHODS, help=meaning)
     names = list(SETTINGS)
     for name in names[names.index("epochs") : names.index("rank")]:
@@ -63,7 +63,7 @@ def add_arguments(parser: Parser) -> None:
         add_setting(group, SETTINGS[name])
     group = parser.group("device")
     group.add_argument("--device", default=AUTO, help="cpu or cuda (default: auto)")
-    group.add_argument("--dtype", default=AUTO, help="of the base (default: float32 on a CPU, else bfloat16)")
+    group.add_argument("--dtype", default=AUTO, help="base's type (default: float32 on a CPU, else bfloat16)")
     group.add_argument("--num-threads", type=int, help="compute threads (default: all cores)")
     text = "lower the priority by 1 to 19, and end with a checkpoint when memory is short (default: 0)"
     group.add_argument("--nice", type=int, default=0, help=text)

@@ -40,7 +40,7 @@ def add_model_argument(parser: Parser, positional: bool = True) -> None:
         parser.add_argument("model_named", nargs="?", metavar="MODEL", help=meaning)
     else:
         parser.set_defaults(model_named=None)
-    parser.add_argument("--model", help="the same, as a flag" if positional else meaning)
+    parser.add_argument("--model", help="MODEL, as a flag" if positional else meaning)
 
 
 def add_engine_flags(parser: Parser, without: Collection[str] = (), *, positional: bool = True) -> None:
@@ -105,13 +105,13 @@ _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "min_p": (float, "leave out tokens less likely than this fraction of the most likely one"),
     "repetition_penalty": (float, "above 1 discourages tokens that occurred, prompt included"),
     "presence_penalty": (float, "discourages tokens that were generated"),
-    "frequency_penalty": (float, "the same, by how often they were"),
+    "frequency_penalty": (float, "the same, in proportion to how often"),
     "seed": (int, "the same seed gives the same tokens"),
     "n": (int, "answers per prompt"),
     "best_of": (int, "sequences to generate; the n most likely are returned"),
-    "length_penalty": (float, "of beams: above 0 favours longer answers, below 0 shorter ones"),
+    "length_penalty": (float, "beam search: above 0 favours longer answers, below 0 shorter ones"),
     "logprobs": (int, "with --json or --output: log probabilities of each token and this many others"),
-    "prompt_logprobs": (int, "likewise for the prompt's tokens"),
+    "prompt_logprobs": (int, "the same for the prompt's tokens"),
 }
 _REPEATED: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "stop": ("--stop", str, "text that ends an answer (repeatable)"),
@@ -120,7 +120,7 @@ _REPEATED: dict[str, tuple[str, Callable[[str], Any], str]] = {
 }
 _SWITCHES = {
     "use_beam_search": "beam search with best_of beams; the n best are returned",
-    "ignore_eos": "go on after the model's end token",
+    "ignore_eos": "continue after the model's end token",
     "include_stop_str_in_output": "keep the stop text in the answer",
     "skip_special_tokens": "leave special tokens out of the text",
 }
@@ -141,7 +141,7 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
         "--early-stopping",
         type=_early_stopping,
         metavar="true|false|never",
-        help="of beams: end with enough hypotheses, when better ones are unlikely, or impossible",
+        help="end of a beam search: with enough hypotheses, when better ones are unlikely, or impossible",
     )
     group.add_argument(
         "--logit-bias", type=_bias, metavar="JSON", help="added to tokens' logits: '{\"42\": -100}'"

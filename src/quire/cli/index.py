@@ -19,13 +19,13 @@ REFUSED = 2
 def add_arguments(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="add|list|search|remove", required=True)
     for name, about in (
-        ("add", "add files to the index, or to a new one; unchanged ones are passed over"),
+        ("add", "add files to the index, or to a new one; unchanged ones are skipped"),
         ("list", "list the files of the index"),
         ("search", "print the passages that fit a query best"),
         ("remove", "remove files by their names in the list"),
     ):
         kind = kinds.add_parser(name, help=about, description=about)
-        kind.add_argument("folder", metavar="FOLDER", help="where the index is")
+        kind.add_argument("folder", metavar="FOLDER", help="folder of the index")
         kind.add_argument("--json", action="store_true", help="print JSON")
         kind.add_argument("--quiet", action="store_true", help="print only errors on stderr")
         if name in ("add", "remove"):
@@ -33,9 +33,9 @@ def add_arguments(parser: Parser) -> None:
                 "files", nargs="+", metavar="FILE", help="a file" + (", or a folder" if name == "add" else "")
             )
         if name == "search":
-            kind.add_argument("query", metavar="QUERY", help="what is to be found")
-            kind.add_argument("-k", type=int, default=5, help="passages at most (default: 5)")
-            kind.add_argument("--filter", metavar="JSON", help="of attributes, in OpenAI's form")
+            kind.add_argument("query", metavar="QUERY", help="what to search for")
+            kind.add_argument("-k", type=int, default=5, help="number of passages (default: 5)")
+            kind.add_argument("--filter", metavar="JSON", help="condition on attributes, as in OpenAI's API")
         if name in ("add", "search"):
             add_retriever_flags(kind)
 

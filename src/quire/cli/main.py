@@ -22,8 +22,8 @@ class Command(NamedTuple):
 
 # A command's module is imported when it is chosen: most of them need torch, and `quire --help` must not wait for it.
 COMMANDS = {
-    "serve": Command("quire.cli.serve", "serve a model over HTTP with OpenAI's API"),
-    "run": Command("quire.cli.run", "talk to a model of a server that is started in the background"),
+    "serve": Command("quire.cli.serve", "serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs"),
+    "run": Command("quire.cli.run", "talk to a model through a server in the background"),
     "ps": Command("quire.cli.ps", "list the servers that `quire run` started"),
     "stop": Command("quire.cli.stop", "stop servers that `quire run` started"),
     "pull": Command("quire.cli.pull", "fetch a model, so that it starts without the network"),
@@ -33,21 +33,19 @@ COMMANDS = {
     "chat": Command("quire.cli.chat", "chat with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
     "ask": Command("quire.cli.ask", "answer a question from files, with the sources"),
-    "index": Command("quire.cli.index", "add files to a folder that is searched, list them, search them"),
-    "route": Command(
-        "quire.cli.route", "send requests to several servers, each where it adds the least work"
-    ),
+    "index": Command("quire.cli.index", "keep an index of files: add, list, search, remove"),
+    "route": Command("quire.cli.route", "route requests to servers, each where it adds the least work"),
     "bench": Command(
         "quire.cli.bench", "measure throughput, latency and startup here, or load-test a server"
     ),
-    "run-batch": Command("quire.cli.run_batch", "run a file of requests in OpenAI's batch format"),
+    "run-batch": Command("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "finetune": Command("quire.cli.finetune", "train a LoRA or QLoRA adapter of a model on examples"),
     "plan": Command("quire.cli.plan", "estimate memory, sequences, speed and cost of a model on a device"),
-    "tune": Command("quire.cli.tune", "measure attention tile sizes on this GPU, once, and cache the best"),
+    "tune": Command("quire.cli.tune", "measure tile sizes of attention on this GPU and store the best"),
     "models": Command("quire.cli.models", "list the cached models, or the architectures that are served"),
     "config": Command("quire.cli.config", "show the settings of a command and where each comes from"),
     "completion": Command("quire.cli.completion", "print a script that completes commands for a shell"),
-    "service": Command("quire.cli.service", "run the server by systemd: install, uninstall, show the unit"),
+    "service": Command("quire.cli.service", "run the server with systemd: install, uninstall, show the unit"),
     "env": Command("quire.cli.env", "show versions, hardware and settings for a bug report"),
 }
 

@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 from quire.bench.table import aligned, in_bytes
 from quire.cli.parser import Parser
+from quire.observe.host import cache_folder
 from quire.weights.architectures import KNOWN, TEXT_PARTS, Architecture
 from quire.weights.builtin import BUILTIN, BUILTIN_NAME
-from quire.weights.cache import CachedItem, cache_folder, list_cached
+from quire.weights.cache import CachedItem, list_cached
 
 KINDS = {
     "model": "taken from a package",

@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--config",
             metavar="FILE",
-            help="read flags from a YAML or JSON file, `block-size: 32` for --block-size 32; flags given here win",
+            help="read flags from a YAML or JSON file, `block-size: 32` for --block-size 32; the command line wins",
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -291,11 +291,11 @@ def _parsed(path: str, text: str) -> Any:
     if path.endswith(".json") or text.lstrip().startswith("{"):
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is no valid JSON ({error})") from error
     import yaml  # type: ignore[import-untyped]
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: is no valid YAML ({' '.join(str(error).split())})") from error

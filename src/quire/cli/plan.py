@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from quire.cli.plan_training import plan_training
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.engine.build.resolve import is_simulated, resolve_device
 from quire.models.weight_shape import WeightGroup, WeightShape
 
 USUAL_CONTEXT = 2048
@@ -46,12 +48,10 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--gpu", metavar="NAME", help="a GPU of the built-in table, see --list-gpus")
     where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="a GPU with this much memory")
     where.add_argument("--list-gpus", action="store_true", help="print the table of GPUs and exit")
-    parser.add_argument(
-        "--bandwidth", type=parse_gigabytes, metavar="GB", help="memory bandwidth of the GPU, per second"
-    )
+    parser.add_argument("--bandwidth", type=parse_gigabytes, metavar="GB", help="memory bandwidth of the GPU")
     parser.add_argument("--tflops", type=float, help="dense bf16 TFLOP/s of the GPU")
     parser.add_argument(
-        "--price-per-hour", type=float, help="price of the device, to show the cost of a million tokens"
+        "--price-per-hour", type=float, help="of the device: shows what a million tokens cost"
     )
     parser.add_argument("--context", type=int, help=f"tokens of each sequence (default: {USUAL_CONTEXT})")
     parser.add_argument("--concurrency", type=int, help="sequences at once (default: a table of several)")
@@ -59,14 +59,14 @@ def add_arguments(parser: Parser) -> None:
     plan_sharing.add_arguments(parser)
     group = parser.group("training", "with --train; the model's type, or --parameters of any model")
     group.add_argument(
-        "--train", action="store_true", help="memory of training by ZeRO stage, in place of serving"
+        "--train", action="store_true", help="memory of training by ZeRO stage, not of serving"
     )
     group.add_argument("--ranks", type=int, default=1, help="GPUs that train together (default: 1)")
     group.add_argument("--parameters", type=float, metavar="N", help="parameters of a model, such as 7.5e9")
     group.add_argument(
         "--lora-rank", type=int, help="LoRA of all linear layers (default: all parameters trained)"
     )
-    group.add_argument("--qlora", action="store_true", help="with --lora-rank: base in NF4 or own blocks")
+    group.add_argument("--qlora", action="store_true", help="with --lora-rank: base in NF4 or its own blocks")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
 
@@ -79,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     if arguments.train:
         return plan_training(arguments)
-    settings = engine_settings(arguments)
-    config = EngineConfig.of(**settings)
+    config = EngineConfig.of(**engine_settings(arguments))
     device = _device(arguments, config)
     capacity = plan_capacity(config, described_source(config), device)
     context = _context(arguments, capacity)
@@ -93,11 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = ("context", "concurrency", "price_per_hour", "bandwidth", "tflops", "memory")
-    for name in (*given, "ranks", "parameters", "lora_rank"):
+    given = "context concurrency price_per_hour bandwidth tflops memory ranks parameters lora_rank"
+    for name in given.split():
         value = getattr(arguments, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
 
 
 def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
@@ -109,30 +108,30 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
         on_gpu = config.runner.device != "cpu"
         name = f"a {'GPU' if on_gpu else 'machine'} with {in_bytes(arguments.memory)}"
         return Device(name, on_gpu, arguments.memory, rate, flops, "as given")
-    if config.runner.device != "cpu" and torch.cuda.is_available():
+    if is_simulated(config.runner.device):
+        raise ConfigError(f"--device {config.runner.device} is not planned: name a GPU, as in --gpu h200")
+    if resolve_device(config.runner.device).type == "cuda":
         return _gpu_here(rate, flops)
-    return Device(
-        f"this machine, {cpu_name()}", False, None, rate or cpu_read_rate(), flops, "measured just now"
-    )
+    rate = rate or cpu_read_rate()
+    return Device(f"this machine, {cpu_name()}", False, None, rate, flops, "measured just now")
 
 
 def _gpu_here(rate: float, flops: float) -> Device:
     here = describe_gpus()[0]
-    device = Device(here.name, True, here.memory_bytes, rate, flops, "as PyTorch reports it")
+    source, float8 = "as PyTorch reports it", torch.cuda.get_device_capability() >= (8, 9)
+    device = Device(here.name, True, here.memory_bytes, rate, flops, source, float8)
     with suppress(ConfigError):  # not in the table
-        known = find_gpu(here.name)
-        device = replace(
-            device, read_rate=rate or known.read_rate, flops=flops or known.flops, source=known.source
-        )
+        known = device_of(find_gpu(here.name))
+        rate, flops = rate or known.read_rate, flops or known.flops
+        device = replace(device, read_rate=rate, flops=flops, source=known.source)
     return device
 
 
 def _context(arguments: argparse.Namespace, capacity: Capacity) -> int:
-    context = arguments.context or min(USUAL_CONTEXT, capacity.max_model_len)
-    if context > capacity.max_model_len:
-        raise ConfigError(
-            f"--context {context} is more than the model's {capacity.max_model_len} tokens: lower it"
-        )
+    most = capacity.max_model_len
+    context = arguments.context or min(USUAL_CONTEXT, most)
+    if context > most:
+        raise ConfigError(f"--context {context} is more than the model's {most} tokens: lower it")
     return context
 
 
@@ -160,9 +159,8 @@ def _read(weights: WeightShape) -> str:
         return f"{in_bytes(weights.read_bytes)}, and {in_bytes(weights.encoder_bytes)} of the encoder for prompts"
     if weights.experts is None:
         return in_bytes(weights.read_bytes)
-    return (
-        f"{in_bytes(weights.read_bytes)} for one token, {in_bytes(weights.bytes_read(EXAMPLE))} for {EXAMPLE}"
-    )
+    some = in_bytes(weights.bytes_read(EXAMPLE))
+    return f"{in_bytes(weights.read_bytes)} for one token, {some} for {EXAMPLE}"
 
 
 def _cross(capacity: Capacity) -> str:
@@ -176,36 +174,24 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
     fits = capacity.sequences_of(context)
     limit = f" (limited by max_num_seqs={capacity.max_num_seqs})" if fits == capacity.max_num_seqs else ""
     lines = [
-        [
-            "model",
-            f"{capacity.model_name}: {_parameters(weights)}, {capacity.format_name}",
-        ],
+        ["model", f"{capacity.model_name}: {_parameters(weights)}, {capacity.format_name}"],
         ["device", f"{device.name} ({device.source})"],
-        [
-            "weights",
-            f"{in_bytes(weights.num_bytes)}, {8 * weights.num_bytes / weights.num_parameters:.2f} bits for each "
-            f"parameter; a step reads {_read(weights)}",
-        ],
+        ["weights", f"{in_bytes(weights.num_bytes)}, {8 * weights.num_bytes / weights.num_parameters:.2f} bits for "
+         f"each parameter; a step reads {_read(weights)}"],
         *([" ", line] for line in _group_lines(weights.groups)),
         *_expert_rows(capacity, device),
-        [
-            "kv cache",
-            f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}{pool.groups_in_words}{_cross(capacity)}",
-        ],
-        [
-            "pool",
-            f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by {pool.limit})",
-        ],
+        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}{pool.groups_in_words}"
+         f"{_cross(capacity)}"],
+        ["pool", f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by "
+         f"{pool.limit})"],
         ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{limit}"],
-    ]
-    if not device.on_gpu:
-        lines.append(
-            [
-                "memory",
-                f"{in_bytes(capacity.server_bytes)} of a server whose pool is full: weights, pool, "
-                f"{in_bytes(capacity.engine_bytes)} of the engine process and {in_bytes(capacity.http_bytes)} of HTTP",
-            ]
-        )
+    ]  # fmt: skip
+    if not device.on_gpu and not capacity.is_rank:
+        lines.append([
+            "memory",
+            f"{in_bytes(capacity.server_bytes)} of a server whose pool is full: weights, pool, "
+            f"{in_bytes(capacity.engine_bytes)} of the engine process and {in_bytes(capacity.http_bytes)} of HTTP",
+        ])  # fmt: skip
     text = aligned(lines)
     if not floors:
         return f"{text}\n\nno floor: the read rate is not known, give --bandwidth"
@@ -220,20 +206,16 @@ def _expert_rows(capacity: Capacity, device: Device) -> list[list[str]]:
     if experts is None or capacity.num_resident is None:
         return []
     where = "in pinned host memory" if device.on_gpu else "on disk"
-    return [
-        [
-            "experts",
-            f"{capacity.num_resident} of {experts.num_experts} in each of {experts.num_layers} layers stay, the most "
-            f"used; {in_bytes(capacity.away_bytes)} of others {where}: reading those is not in the times below",
-        ]
-    ]
+    return [[
+        "experts",
+        f"{capacity.num_resident} of {experts.num_experts} in each of {experts.num_layers} layers stay, the most "
+        f"used; {in_bytes(capacity.away_bytes)} of others {where}: reading those is not in the times below",
+    ]]  # fmt: skip
 
 
 def _group_lines(groups: tuple[WeightGroup, ...]) -> list[str]:
     """How each part is stored, and what stayed precise."""
-    rows = [
-        [group.part, group.scheme, f"{group.bits:.2f} bits", in_bytes(group.num_bytes)] for group in groups
-    ]
+    rows = [[one.part, one.scheme, f"{one.bits:.2f} bits", in_bytes(one.num_bytes)] for one in groups]
     precise = [group for group in groups if group.is_precise]
     if len(precise) == len(groups):
         kept = "everything, nothing is quantized"
@@ -243,62 +225,47 @@ def _group_lines(groups: tuple[WeightGroup, ...]) -> list[str]:
 
 
 def _floor_row(floor: Floor, price: float | None) -> list[str]:
-    row = [
-        f"{floor.num_sequences:,}",
-        in_seconds(floor.step_seconds),
-        f"{floor.tokens_per_second:,.0f}",
-        floor.bound,
-    ]
+    count, rate = f"{floor.num_sequences:,}", f"{floor.tokens_per_second:,.0f}"
+    row = [count, in_seconds(floor.step_seconds), rate, floor.bound]
     return [*row, f"{floor.cost_per_million(price):.4f}"] if price else row
 
 
 def _record(
     capacity: Capacity, device: Device, context: int, floors: list[Floor], price: float | None
 ) -> dict[str, Any]:
-    pool = capacity.pool
+    pool, weights = capacity.pool, capacity.weights
+    groups = [
+        {**asdict(group), "bits": group.bits, "is_precise": group.is_precise} for group in weights.groups
+    ]
     return {
         "model": capacity.model_name,
         "format": capacity.format_name,
         "device": asdict(device),
-        "weights": {
-            **asdict(capacity.weights),
-            "groups": [
-                {**asdict(group), "bits": group.bits, "is_precise": group.is_precise}
-                for group in capacity.weights.groups
-            ],
-        },
+        "weights": {**asdict(weights), "groups": groups},
         "num_resident_experts": capacity.num_resident,
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "kv_dtype": capacity.kv_dtype,
         "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},
-        "server_bytes": None if device.on_gpu else capacity.server_bytes,
+        "server_bytes": None if device.on_gpu or capacity.is_rank else capacity.server_bytes,
         "context": context,
         "sequences": capacity.sequences_of(context),
         "max_model_len": capacity.max_model_len,
         "max_num_seqs": capacity.max_num_seqs,
         "floors": [
             {
-                "sequences": floor.num_sequences,
-                "seconds_per_token": floor.step_seconds,
-                "tokens_per_second": floor.tokens_per_second,
-                "bound": floor.bound,
+                "sequences": floor.num_sequences, "seconds_per_token": floor.step_seconds,
+                "tokens_per_second": floor.tokens_per_second, "bound": floor.bound,
                 "cost_per_million_tokens": floor.cost_per_million(price) if price else None,
             }
             for floor in floors
         ],
-    }
+    }  # fmt: skip
 
 
 def _gpu_table() -> str:
     header = ["gpu", "memory", "bandwidth", "bf16 TFLOP/s", "source"]
     rows = [
-        [
-            gpu.name,
-            f"{gpu.memory / GiB:.1f} GiB",
-            f"{in_bytes(gpu.bandwidth)}/s",
-            f"{gpu.flops / 1e12:.0f}",
-            gpu.source,
-        ]
+        [gpu.name, f"{gpu.memory / GiB:.1f} GiB", f"{in_bytes(gpu.bandwidth)}/s", f"{gpu.flops / 1e12:.0f}", gpu.source]
         for gpu in GPUS
-    ]
+    ]  # fmt: skip
     return aligned([header, *rows], right=(1, 2, 3))

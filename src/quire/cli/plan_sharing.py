@@ -20,12 +20,12 @@ from quire.fleet import nvml
 from quire.fleet.manifests import NAMESPACE, NO_NAME, Node, packed_before, whole_number, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
 from quire.fleet.packing import Demand, PackedGpu, changed, lower_bound, moved, num_used, pack
-from quire.fleet.plan_file import SLO_FIELDS, FleetFile, FleetModel, read_fleet, slo_value
+from quire.fleet.plan_file import OF_DEVICE, SLO_FIELDS, FleetFile, FleetModel, read_fleet, slo_value
 
 AUTO = "auto"
 _OF_FILES = ("write", "before", "platform")
 _PARTS = ("users", *SLO_FIELDS, "figure", *_OF_FILES)  # flags that need others
-_OTHERS = (
+_OTHERS = [
     "gpu",
     "memory",
     "bandwidth",
@@ -35,8 +35,7 @@ _OTHERS = (
     "concurrency",
     "train",
     "parameters",
-)
-_OF_DEVICE = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_threads", "sm_share")
+]
 
 
 def add_arguments(parser: Parser) -> None:
@@ -44,17 +43,17 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--mig",
         metavar="GPU",
-        help="slices and layouts of this GPU (auto: of the one that is here); with a model: the slice it needs",
+        help="slices and layouts of this GPU (auto: of this machine's); with a model: the slice that it needs",
     )
-    group.add_argument("--slo-per-token", help="time per token to keep (default: 50ms)")
-    group.add_argument("--slo-request", help="and per request (default: 10s)")
+    group.add_argument("--slo-per-token", metavar="TIME", help="goal per token (default: 50ms)")
+    group.add_argument("--slo-request", metavar="TIME", help="goal per request (default: 10s)")
     group.add_argument("--users", type=int, help="requests at once (default: a table of 1 to 64)")
-    group.add_argument("--prompt-tokens", type=int, help="of a request (default: 512)")
-    group.add_argument("--output-tokens", type=int, help="of its answer (default: 128)")
+    group.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default: 512)")
+    group.add_argument("--output-tokens", type=int, help="tokens of an answer (default: 128)")
     group.add_argument("--figure", type=Path, metavar="FILE", help="PNG or SVG of latency over users")
     group.add_argument("--fleet", type=Path, metavar="FILE", help="place the models of this YAML file")
-    group.add_argument("--write", type=Path, metavar="FOLDER", help="write files that apply the plan there")
-    group.add_argument("--platform", choices=tuple(NAMESPACE), help="of these files (default: kubernetes)")
+    group.add_argument("--write", type=Path, metavar="FOLDER", help="write the files that apply the plan")
+    group.add_argument("--platform", choices=tuple(NAMESPACE), help="for --write (default: kubernetes)")
     group.add_argument(
         "--before",
         type=Path,
@@ -110,10 +109,8 @@ def _check_flags(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> 
                 )
         elif name in _OF_FILES:
             raise ConfigError(f"{flag} is for the plan of a fleet: give --fleet FILE, or leave it out")
-        elif arguments.mig is not None and name in (*_OTHERS, *_OF_DEVICE):
-            raise ConfigError(
-                f"{flag} changes nothing beside --mig, whose slices are simulated: leave it out"
-            )
+        elif arguments.mig is not None and name in (*_OTHERS, *OF_DEVICE):
+            raise ConfigError(f"{flag} changes nothing beside --mig, which simulates slices: leave it out")
         elif name != "mig" and (arguments.mig is None or "model" not in settings):
             raise ConfigError(
                 f"{flag} is for a model on slices: give both, as in `quire plan llama-7b --mig h100`"
@@ -219,7 +216,8 @@ def _fleet(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         nodes = fleet.nodes or (Node(NO_NAME, len(best.gpus)),)
         served = {model.name: [model.source, *model.flags] for model in fleet.models}
-        write(arguments.write, best.gpus, nodes, served, arguments.platform or "kubernetes")
+        again = changed(best.before, best.gpus) if best.before else None
+        write(arguments.write, best.gpus, nodes, served, arguments.platform or "kubernetes", again)
         print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
     return 0
 

@@ -50,9 +50,7 @@ def plan_training(arguments: argparse.Namespace) -> int:
     if qlora:
         print("stage 3 is left out: it divides a base in full precision only, not one in few bits")
     print(_fits(stages, arguments))
-    print(
-        "activations come on top: they grow with the tokens of a batch, less so with --gradient-checkpointing"
-    )
+    print("activations come on top: they grow with a batch's tokens, less so with --gradient-checkpointing")
     return 0
 
 

@@ -6,7 +6,6 @@ import socket
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.cli.parser import Parser
 from quire.core.errors import ConfigError
@@ -15,8 +14,8 @@ from quire.fleet.proxy import RouterApp
 from quire.fleet.servers import CACHE_TOKENS, Servers
 from quire.observe import logs
 from quire.observe.heap import freeze_heap
-from quire.server.connection import KEEP_ALIVE_SECONDS
-from quire.server.run import bind
+from quire.server.connection import KEEP_ALIVE_SECONDS, Http1Protocol
+from quire.server.run import bind, report_serving
 from quire.server.settings import ServerSettings
 
 HOST, PORT = "127.0.0.1", 8001
@@ -24,19 +23,13 @@ HOST, PORT = "127.0.0.1", 8001
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("urls", nargs="*", metavar="URL", help="the servers, such as http://127.0.0.1:8000")
-    for role, what in (
-        ("prefill", "computes prompts for the others"),
-        ("decode", "answers, with prompts of those"),
-    ):
+    roles = {"prefill": "computes prompts for the others", "decode": "answers, with prompts of those"}
+    for role, what in roles.items():
         text = f"a server started with --role {role}, which {what} (repeatable)"
         parser.add_argument(f"--{role}", action="append", default=[], metavar="URL", help=text)
     names = ", ".join(POLICIES)
-    parser.add_argument(
-        "--policy",
-        default=DEFAULT,
-        metavar="NAME",
-        help=f"which server gets a request: {names} (default: {DEFAULT})",
-    )
+    text = f"which server gets a request: {names} (default: {DEFAULT})"
+    parser.add_argument("--policy", default=DEFAULT, metavar="NAME", help=text)
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST})")
     parser.add_argument("--port", type=int, default=PORT, help=f"port, 0 for any free one (default: {PORT})")
     parser.add_argument(
@@ -58,15 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     listener = bind(ServerSettings(host=arguments.host, port=arguments.port))
     config = uvicorn.Config(
         RouterApp(servers),  # type: ignore[arg-type]
-        http=RouterProtocol,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
+        http=RouterProtocol, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
         date_header=False,  # the server that answers has one
-        ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+    )  # fmt: skip
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(_serve(servers, uvicorn.Server(config), listener))
@@ -102,7 +90,7 @@ class CoalescingTransport:
         return getattr(self._transport, name)
 
 
-class RouterProtocol(HttpToolsProtocol):
+class RouterProtocol(Http1Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]
 
@@ -111,10 +99,9 @@ async def _serve(servers: Servers, server: uvicorn.Server, listener: socket.sock
     log = logs.get_logger(__name__)
     await servers.start()
     listener.listen()  # before the line that says so: uvicorn does it after some milliseconds
-    host, port = listener.getsockname()[:2]
     freeze_heap()
     log.info("routing   %d servers, requests by %s", len(servers.servers), servers.policy)
-    log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
+    report_serving(ServerSettings(), listener)
     try:
         await server.serve(sockets=[listener])
     finally:

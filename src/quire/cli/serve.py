@@ -66,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object per line")
     group.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
     _add(group, "otlp_traces_endpoint")
-    choice = "choose quantization and max_model_len for this machine, and say why; flags that are given stay"
+    choice = "choose quantization and max_model_len for this machine, with reasons; given flags are kept"
     parser.add_argument("--auto", action="store_true", help=choice)
     add_engine_flags(parser, without=_OWN_FLAGS)
     more = "more models behind the same port, each started by its first request"
@@ -81,15 +81,15 @@ def _add(group: FlagGroup | Parser, *names: str, **given: Any) -> None:
 
 
 def _add_models(group: FlagGroup) -> None:
-    several = "YAML file of models, each started by its first request"
+    several = "YAML file of models, which are started by their first requests"
     group.add_argument("--models", metavar="FILE", help=several)
-    memory = "memory of all of them together"
+    memory = "memory of all running models (default: 80 %% of what is free)"
     group.add_argument("--models-memory", type=parse_gigabytes, metavar="GB", help=memory)
-    group.add_argument("--models-max", type=int, metavar="N", help="models at a time (default: 16)")
+    group.add_argument("--models-max", type=int, metavar="N", help="models that run at once (default: 16)")
     group.add_argument(
         "--keep-alive",
-        help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never); with one model the server "
-        "ends (default: -1)",
+        metavar="TIME",
+        help="idle time before one of several models stops (default: 5m; -1: never), or the only one (default: -1)",
     )
 
 

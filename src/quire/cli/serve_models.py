@@ -20,8 +20,9 @@ from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, check_fields, k
 from quire.observe import logs
 from quire.runner.sizing import available_memory
 from quire.server.access import Origins
+from quire.server.connection import Http1Protocol
 from quire.server.models_app import ModelsApp
-from quire.server.run import adopt_logs, bind
+from quire.server.run import adopt_logs, bind, report_serving
 from quire.server.settings import ServerSettings
 
 MEMORY_SHARE = 0.8  # of what is free at the start, for all models together
@@ -35,10 +36,11 @@ _FIELDS = {"memory": int, "max_running": int, "models": dict}
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     document = read_config_file(arguments.models, "--models") if arguments.models else {}
     check_fields(arguments.models, document, _FIELDS)
+    if settings.ssl_certfile is not None:
+        raise ConfigError("ssl_certfile: several models are served without TLS: leave that to a proxy")
     named = [name for name in (arguments.model_named, *arguments.more_models) if name is not None]
-    entries = read_models(
-        {**{_short(name): {"model": name} for name in named}, **(document.get("models") or {})}
-    )
+    given = {_short(name): {"model": name} for name in named}
+    entries = read_models({**given, **(document.get("models") or {})})
     if not entries:
         raise ConfigError(f"{arguments.models} names no model under `models`: add one")
     if arguments.keep_alive is not None:
@@ -119,7 +121,7 @@ async def _serve(models: ModelSet, settings: ServerSettings, listener: socket.so
     if settings.allowed_origins:
         app = Origins(app, settings.allowed_origins)
     config = uvicorn.Config(
-        app,
+        app, http=Http1Protocol,
         lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",
         timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout)),
     )  # fmt: skip
@@ -127,8 +129,7 @@ async def _serve(models: ModelSet, settings: ServerSettings, listener: socket.so
     server.models = models
     try:
         await models.open()
-        host, port = listener.getsockname()[:2]
-        log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
+        report_serving(settings, listener)
         sys.stderr.flush()
         await server.serve(sockets=[listener])
     finally:

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from quire.cli.flags import engine_settings
@@ -28,10 +27,7 @@ def start_llm(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
 
 
 def announce_compiling() -> None:
-    """A line before the first start on a machine, whose minute of compiling would look like a hang."""
-    with suppress(compilation.BuildError, OSError):  # without a compiler there is nothing to wait for
-        if not compilation.library_path().exists():
-            print("compiling kernels for this CPU, once: about a minute …", file=sys.stderr, flush=True)
+    compilation.announce(lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def described_source(config: EngineConfig) -> Source:

@@ -111,7 +111,7 @@ class ModelOptions:
         *("--quantization", "-q"),
     )
     load_format: str = setting(
-        "auto", "auto, or dummy for random weights in the shape that config.json names"
+        "auto", "auto, or dummy for random weights in the shape that config.json describes"
     )
     max_model_len: int | None = setting(
         None, "tokens per sequence, prompt and answer together (default: the model's context length)"
@@ -135,9 +135,7 @@ class MemoryConfig:
     """How the KV pool is divided, how large it may be, and which memory backs it."""
 
     block_size: int = setting(USUAL_BLOCK_SIZE, "tokens per block of the KV cache")
-    num_blocks: int | None = setting(
-        None, "blocks of all layers in the KV cache, instead of a limit in bytes"
-    )
+    num_blocks: int | None = setting(None, "number of blocks in the KV cache, in place of its size in bytes")
     kv_cache_memory_bytes: int | None = setting(
         None, "size of the KV cache, such as 2GiB or 512M (default: from free memory)", metavar="BYTES"
     )
@@ -152,7 +150,7 @@ class MemoryConfig:
         True, "forked sequences share their blocks; --no-share copies all of them, for comparison"
     )
     reservation: str = setting(
-        "paged", "paged, or max, pow2 or oracle: contiguous memory reserved at admission, for comparison"
+        "paged", "paged, or for comparison max, pow2 or oracle: contiguous memory reserved at admission"
     )
     pin_prefix: tuple[str, ...] = setting(
         (),
@@ -162,11 +160,11 @@ class MemoryConfig:
     )
     cpu_offload_gb: float = setting(
         0.0,
-        "GiB of weights in host memory: layers, which stream to the GPU in every step, or a mixture's cold experts",
+        "GiB of weights in host memory: layers, which stream to the GPU in every step, or the least used experts",
     )
     weights_memory_gb: float | None = setting(
         None,
-        "GiB of host memory for weights; layers or cold experts beyond it are on disk (default: all in memory)",
+        "GiB of host memory for weights; further layers or experts are on disk (default: all in memory)",
     )
     weights_offload_dir: str | None = setting(
         None, "folder for layers that stream from disk (default: in the cache folder)"
@@ -176,12 +174,12 @@ class MemoryConfig:
     )
     kv_offload_gb: float = setting(0.0, "GiB of host memory for prefix blocks evicted from the KV cache")
     kv_offload_dir: str | None = setting(
-        None, "folder for a disk tier behind --kv-offload-gb, eight times its size; survives restarts"
+        None, "folder of a disk tier behind --kv-offload-gb, up to eight times its size; kept over restarts"
     )
     role: str = setting(
         "both",
-        "prefill: writes the blocks of every prompt into --kv-offload-dir before it answers, for an engine with role "
-        "decode that shares the folder; both: neither",
+        "prefill: compute prompts and write their blocks into --kv-offload-dir; decode: answer, with the blocks that "
+        "prefill engines write into the shared folder; both: no hand-over",
     )
 
     def __post_init__(self) -> None:
@@ -236,11 +234,11 @@ class SchedulerConfig:
     max_queue_tokens: int | None = setting(None, "prompt tokens that may wait (default: no limit)")
     steps_in_flight: int = setting(
         1,
-        "0 or 1: whether the next step is scheduled while one runs (pipeline stages make it as many as they are)",
+        "1: the next step is scheduled while one runs; 0: after it (with pipeline stages as many as there are stages)",
     )
     batching: str = setting(
         "continuous",
-        "continuous, or static or dynamic: batches that start together and end together, for comparison",
+        "continuous, or for comparison static or dynamic: the requests of a batch start and end together",
     )
     batch_size: int | None = setting(None, "requests in a static or dynamic batch (default: max_num_seqs)")
     batch_window_ms: float = setting(50.0, "milliseconds that a dynamic batch waits to be full")
@@ -250,12 +248,12 @@ class SchedulerConfig:
         "preemption takes the reverse order",
     )
     max_prompt_chunk: int | None = setting(
-        None, "prompt tokens of one request in one step, at most (default: the step's limit)"
+        None, "most prompt tokens of one request in one step (default: the step's limit)"
     )
     itl_goal: str = setting(
         "off",
-        "milliseconds between two tokens of an answer: prompts that arrive meanwhile are prefilled in chunks that fit; "
-        "auto: 2.4 times a decode step, at least 10; off: no goal (default: auto for a server and AsyncLLM, else off)",
+        "goal for the time between tokens, in milliseconds: prompts are prefilled in chunks that keep to it; auto: 2.4 "
+        "times a decode step, at least 10 ms; off: no goal (default: auto for a server and AsyncLLM, else off)",
     )
     preset: str | None = setting(
         None, "several settings at once: ft is static batching with memory reserved to the maximum"
@@ -264,7 +262,7 @@ class SchedulerConfig:
         "auto", "what happens to a preempted request: recompute, swap, or auto, the cheaper one"
     )
     admit_after: str = setting(
-        "resumed", "new requests are admitted once preempted ones have resumed, or completed"
+        "resumed", "when new requests are admitted: once preempted ones have resumed, or completed"
     )
 
     def __post_init__(self) -> None:
@@ -320,11 +318,11 @@ class RunnerConfig:
         "auto, cpu, cuda, or simulated:NAME to schedule steps for an absent device (h200, a100-40g, …)",
     )
     num_threads: int | None = setting(None, "CPU threads (default: the physical cores)")
-    sm_share: float = setting(1.0, "share of the GPU's SMs to keep to, by MPS or else by a green context")
-    enforce_eager: bool = setting(False, "no CUDA graphs, no recorded kernel sequences")
+    sm_share: float = setting(1.0, "share of the GPU's SMs to use, by MPS or else by a green context")
+    enforce_eager: bool = setting(False, "run every step without CUDA graphs and recordings")
     deterministic: bool = setting(
         False,
-        "on a GPU: a request's tokens do not depend on the rest of the batch (slower; on a CPU in int8 always so)",
+        "on a GPU: a request's tokens do not depend on the rest of the batch (slower; always so on a CPU in int8)",
     )
 
     def __post_init__(self) -> None:
@@ -352,7 +350,7 @@ class ParallelConfig:
     )
 
     distributed_executor_backend: str = setting(
-        "mp", "where the ranks are: mp, on this machine, or ray, on machines of a Ray cluster (CPU only)"
+        "mp", "where ranks run: mp: on this machine; ray: on machines of a Ray cluster (CPU only)"
     )
 
     def __post_init__(self) -> None:
@@ -389,7 +387,7 @@ class AdapterConfig:
         "unified: adapters use blocks of the KV pool; separate: they use memory of their own, for comparison",
     )
     lora_memory_bytes: int | None = setting(
-        None, "size of that separate memory, taken from the pool (default: a quarter of it)", metavar="BYTES"
+        None, "size of the separate memory, taken from the pool (default: a quarter of it)", metavar="BYTES"
     )
     lora_mode: str = setting(
         "batched",

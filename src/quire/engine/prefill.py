@@ -1,6 +1,7 @@
 """PrefillEngine: an engine whose prompts another engine decodes, handed over through the disk tier that both share."""
 
 import time
+from collections.abc import Sequence as Listed
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -24,10 +25,10 @@ class PrefillEngine(Engine):
     the steps. A block that cannot be written is missing for the other engine, which computes it.
     """
 
-    def __init__(self, blocks: Tensor, tier: FileDiskTier, *args: Any, **options: Any) -> None:
-        """`blocks`: the pool's memory, uint8 [blocks, bytes]. The others are those of an Engine."""
+    def __init__(self, pools: Listed[Tensor], tier: FileDiskTier, *args: Any, **options: Any) -> None:
+        """`pools`: the memory of each rank's pool, uint8 [blocks, bytes]. The others are those of an Engine."""
         super().__init__(*args, **options)
-        self._blocks = blocks
+        self._pools = pools
         self._tier = tier
         self._writers = ThreadPoolExecutor(WRITERS, "quire-hand-over")
         self._writing: dict[bytes, Future[bool]] = {}
@@ -64,10 +65,12 @@ class PrefillEngine(Engine):
     def _committed(self, scheduled: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
         updates = super()._committed(scheduled, result)
         step = scheduled.step
-        for sequence, before, count in zip(
-            scheduled.sequences, step.num_computed, step.num_tokens, strict=True
-        ):
-            self._save(sequence, before + count)
+        # A step without samples may end here before other ranks have written its blocks: a later step saves them.
+        if len(self._pools) == 1 or step.sample_rows:
+            for sequence, before, count in zip(
+                scheduled.sequences, step.num_computed, step.num_tokens, strict=True
+            ):
+                self._save(sequence, before + count)
         ended = [update for update in updates if update.finish_reason is not None]
         if not ended:
             return updates
@@ -91,8 +94,8 @@ class PrefillEngine(Engine):
             for content in index.contents(each):
                 block = index.find(content)
                 if block is not None and content not in self._writing and not self._tier.has(content):
-                    data = self._blocks[block].to("cpu", copy=True).numpy().data
-                    self._writing[content] = self._writers.submit(self._tier.put, content, data)
+                    parts = [pool[block].to("cpu", copy=True).numpy().data for pool in self._pools]
+                    self._writing[content] = self._writers.submit(self._tier.put, content, parts)
 
     def _release(self) -> list[SequenceUpdate]:
         """The updates whose blocks are written, or have waited for too long."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def read_mig_parted(text: str, card: Card, nodes: Sequence[Node] = ()) -> list[C
         document = yaml.safe_load(text)
         version = document["version"]
         configs = dict(document["mig-configs"]) if version == "v1" else {}
-    except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"this is no mig-parted file ({type(error).__name__}: {error}): give the mig-parted.yaml that --write made"
         ) from error
@@ -242,17 +243,13 @@ def _deployment(name: str, demand: Demand, replicas: int, serve: Sequence[str]) 
 
 
 def commands(placed: Sequence[tuple[Node, Sequence[PackedGpu]]], platform: str) -> str:
-    """A script: apply, drain, label, wait for the slices, uncordon, and the three checks."""
+    """A script: apply, drain, label, wait for the slices, uncordon, and the three checks. `placed`: what changes."""
     tool, admin = ("oc", "oc adm") if platform == "openshift" else ("kubectl", "kubectl")
     names, namespace = " ".join(node.name for node, _ in placed), NAMESPACE[platform]
     state, manager = "nvidia.com/mig.config.state", f"daemonset/nvidia-mig-manager -n {namespace}"
     success = r"jsonpath='{.metadata.labels.nvidia\.com/mig\.config\.state}'=success"
     refusal = "echo 'which nodes is not known: give `nodes` in the fleet file, and plan again' >&2; exit 1"
-    lines = [
-        "#!/bin/sh",
-        "# Applies the plan. Pods leave the nodes meanwhile: no process may use a GPU while its slices change.",
-        "set -e",
-        *([refusal] if names == NO_NAME else []),
+    changes = [
         f"{tool} apply -f configmap.yaml",
         f"{tool} patch clusterpolicy/cluster-policy --type merge --patch-file clusterpolicy-patch.yaml",
         f"{admin} drain {names} --ignore-daemonsets",
@@ -267,6 +264,13 @@ def commands(placed: Sequence[tuple[Node, Sequence[PackedGpu]]], platform: str) 
         f"{tool} wait node {names} --timeout=15m --for={success}",
         f"{admin} uncordon {names}",
         "",
+    ]
+    lines = [
+        "#!/bin/sh",
+        "# Applies the plan. Pods leave nodes whose slices change: no process may use a GPU meanwhile.",
+        "set -e",
+        *([refusal] if names == NO_NAME else []),
+        *(changes if placed else []),
         "# 1. the state of the change: success on every node",
         f"{tool} get nodes -L nvidia.com/mig.config,nvidia.com/mig.config.state",
         "# 2. the slices that pods can ask for",
@@ -293,9 +297,16 @@ def write(
     nodes: Sequence[Node],
     models: Mapping[str, Sequence[str]],
     platform: str,
+    changed: Collection[int] | None = None,
 ) -> None:
-    """All files of a plan. The folder is made if need be."""
+    """All files of a plan. The folder is made if need be. `changed`: GPUs whose slices are made again; None: all."""
     placed = on_nodes(gpus, nodes)
+    firsts = accumulate((node.num_gpus for node, _ in placed), initial=0)
+    changing = [
+        (node, held)
+        for (node, held), first in zip(placed, firsts, strict=False)
+        if changed is None or not set(changed).isdisjoint(range(first, first + len(held)))
+    ]
     parted = mig_parted(placed)
     files = {
         "mig-parted.yaml": dump(parted),
@@ -305,7 +316,7 @@ def write(
         "device-plugin-mps.yaml": dump(sharing_config("mps", 2)),
         "device-plugin-time-slicing.yaml": dump(sharing_config("timeSlicing", 2)),
         "queries.yaml": dump(QUERIES),
-        "apply.sh": commands(placed, platform),
+        "apply.sh": commands(changing, platform),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

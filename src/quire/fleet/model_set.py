@@ -20,7 +20,7 @@ from typing import Any
 from quire.core.config import Task
 from quire.core.errors import ConfigError, EngineDead, InvalidRequest, NotFound, QuireError
 from quire.link.http_client import HttpClient
-from quire.observe.host import START_ON_STDIN, end_with_parent
+from quire.observe.host import START_ON_STDIN, end_with_parent, numbers_in
 from quire.observe.logs import get_logger
 from quire.weights.architectures import task_of
 from quire.weights.builtin import is_builtin_encoder
@@ -170,17 +170,12 @@ class ModelProcess:
 
 def memory_of(pid: int) -> int | None:
     """Bytes that a process and its children hold alone; None where /proc does not tell."""
-    total = 0
-    pids = [pid]
+    total, pids = 0, [pid]
     while pids:
-        process = pids.pop()
-        try:
-            with open(f"/proc/{process}/smaps_rollup", encoding="ascii") as rollup:
-                total += sum(int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:"))
-            with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as children:
-                pids += [int(child) for child in children.read().split()]
-        except (OSError, ValueError):
-            continue
+        process = Path(f"/proc/{pids.pop()}")
+        total += numbers_in(process / "smaps_rollup").get("Pss", 0) << 10
+        with suppress(OSError, ValueError):
+            pids += map(int, (process / "task" / process.name / "children").read_text().split())
     return total or None
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ _WHOLE_SLO_FIELDS = ("slo_request", "slo_scale", "cv", "prompt_tokens", "output_
 _WHOLE_FIELDS = {"gpus", "gpus_per_node", "max_tp", "max_pp", "models", *_WHOLE_SLO_FIELDS}
 _WHOLE_MODEL_FIELDS = {"name", "model", "rate", "settings", *_WHOLE_SLO_FIELDS}
 MAX_RATE = 1e4
+# of the engine, and not given: a slice is one GPU of its own, and the plan of whole GPUs decides the others as well
+OF_DEVICE = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_threads", "sm_share")
+_OF_GROUP = (*OF_DEVICE, "gpu_memory_utilization", "max_num_seqs")
 # of a node: it is part of a label, and of a command in apply.sh
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,55}[a-z0-9])?")
 
@@ -86,8 +89,8 @@ def read_fleet(path: Path) -> FleetFile:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes: name at most {MAX_MODELS} models")
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--fleet {path}: {str(error).splitlines()[0]}") from error
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"--fleet {path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"--fleet {path} holds no mapping: see docs/sharing.md for its form")
     whole = "gpus" in document
@@ -149,8 +152,14 @@ def _whole_cards(document: Mapping[str, Any], where: str) -> WholeCards:
 def _model(entry: Any, common: Mapping[str, Any], where: str, whole: bool) -> FleetModel:
     if not isinstance(entry, dict) or "name" not in entry:
         raise ConfigError(f"{where} is {entry!r}: give at least `name`")
+    named = {"name": entry["name"], "model": entry.get("model", entry["name"])}
+    for field, value in named.items():
+        if isinstance(value, list | dict | None) or not str(value).isprintable() or not str(value).strip():
+            raise ConfigError(f"{where}: {field} is {value!r}: give a name of one line, in quotes if need be")
     where = f"{where} ({entry['name']})"
     _known(entry, _WHOLE_MODEL_FIELDS if whole else _MODEL_FIELDS, where)
+    if {"users", "rate"} <= entry.keys():
+        raise ConfigError(f"{where}: `users` and `rate` are given: leave one of them out")
     slo_fields = _WHOLE_SLO_FIELDS if whole else SLO_FIELDS
     own = {name: entry[name] for name in slo_fields if name in entry}
     if "slo_request" in own or "slo_scale" in own:  # in place of the file's, whichever that gives
@@ -159,15 +168,11 @@ def _model(entry: Any, common: Mapping[str, Any], where: str, whole: bool) -> Fl
     if whole and "rate" not in entry:
         raise ConfigError(f"{where}: give `rate`, its requests per second")
     return FleetModel(
-        name=str(entry["name"]),
-        source=str(entry.get("model", entry["name"])),
-        users=_users(entry, slo, where),
-        rate=float(entry.get("rate", 0.0)),
-        slo=slo,
-        settings=_settings(entry, where),
+        name=str(named["name"]), source=str(named["model"]), users=_users(entry, slo, where), slo=slo,
+        rate=float(entry.get("rate", 0.0)), settings=_settings(entry, where, _OF_GROUP if whole else OF_DEVICE),
         slice=None if entry.get("slice") is None else str(entry["slice"]),
         replicas=whole_number(entry.get("replicas", 1), f"{where}: replicas", MAX_MODELS),
-    )
+    )  # fmt: skip
 
 
 def _users(entry: Mapping[str, Any], slo: Mapping[str, float], where: str) -> int:
@@ -193,7 +198,7 @@ def slo_value(name: str, value: Any, where: str) -> float:
     return seconds(value, where) if name.startswith("slo") else whole_number(value, where, MAX_USERS)
 
 
-def _settings(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _settings(entry: Mapping[str, Any], where: str, planned: Collection[str]) -> dict[str, Any]:
     """Of the engine, checked here: a wrong one would be found by the first pod only."""
     given = entry.get("settings")
     if not isinstance({} if given is None else given, dict) or "model" in (given or {}):
@@ -203,6 +208,8 @@ def _settings(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings = {str(name): value for name, value in (given or {}).items() if value is not None}
     switches = {field.name for fields in setting_groups().values() for field in fields if field.type is bool}
     for name, value in settings.items():
+        if name in planned:
+            raise ConfigError(f"{where}: settings: {name} is {value!r}: leave it to the plan")
         if isinstance(value, bool) != (name in switches):
             wanted = "true or false" if name in switches else "its value, not true or false"
             raise ConfigError(f"{where}: settings: {name} is {value!r}: give {wanted}")

@@ -70,8 +70,7 @@ class RouterApp:
             try:
                 async with server.client.send(method, target, body or None, head) as response:
                     if response.status in TRY_ANOTHER and not is_last:
-                        await response.read()
-                        continue
+                        continue  # without its body, which may never end
                     usage = await reply.pass_back(response)
                     if usage:
                         servers.counted(request_id, number, prefix, usage, handed_over)

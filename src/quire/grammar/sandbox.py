@@ -12,30 +12,21 @@ import math
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import BinaryIO
 
 from quire.core.structured import StructuredOutput
 from quire.grammar.matcher import GrammarError, GrammarFault, compile_matcher, make_tokenizer
 from quire.grammar.vocabulary import Vocabulary
+from quire.observe.bounded import BoundedProcess
 
 STACK_BYTES = 4 << 20  # half of the engine threads' stack, so that a grammar that fits here fits there
 MEMORY_BYTES = 1 << 30  # beyond the vocabulary's
 START_SECONDS = 60.0
-CLOSE_SECONDS = 1.0
 WALL_TIME_FACTOR = 6  # wall-clock limit over CPU limit, for a busy machine
-
-
-@dataclass(slots=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    requests: IO[bytes]
-    answers: IO[bytes]
 
 
 class GrammarSandbox:
@@ -45,15 +36,15 @@ class GrammarSandbox:
         """`seconds` is the CPU time of each grammar."""
         self._vocabulary = vocabulary
         self._seconds = seconds
-        self._child: _Child | None = None
+        self._child: BoundedProcess | None = None
 
     def check(self, structured: StructuredOutput) -> None:
         """Raises GrammarError if the grammar is invalid or exceeds a limit, GrammarFault if the sandbox fails."""
-        if self._child is not None and self._child.process.poll() is not None:
+        if self._child is not None and not self._child.is_alive:
             self.close()  # it was killed while idle
         child = self._child or self._start()
         message = [structured.kind, structured.text, structured.strict]
-        answer = self._ask(child, message, self._seconds * WALL_TIME_FACTOR)
+        answer = child.ask(message, self._seconds * WALL_TIME_FACTOR)
         if answer is None:
             code = self.close()
             if code == -signal.SIGKILL:  # by the timer, or from outside
@@ -62,8 +53,8 @@ class GrammarSandbox:
             if code != -signal.SIGXCPU:
                 excess = f"more than {MEMORY_BYTES >> 20} MB of memory, or too deep a stack,"
             raise GrammarError(f"the {structured.kind} takes {excess} to compile: simplify it")
-        if answer["error"] is not None:
-            raise GrammarError(answer["error"])
+        if (error := answer[0]["error"]) is not None:
+            raise GrammarError(error)
 
     def kill(self) -> None:
         """For another thread: the check in progress fails at once."""
@@ -74,27 +65,10 @@ class GrammarSandbox:
     def close(self) -> int | None:
         """Ends the process; its exit code. Calling it twice is fine."""
         child, self._child = self._child, None
-        if child is None:
-            return None
-        for pipe in (child.requests, child.answers):
-            with suppress(OSError):  # unwritten data does not matter any more
-                pipe.close()
-        try:
-            return child.process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            return child.process.wait()
+        return None if child is None else child.close()
 
-    def _start(self) -> _Child:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire.grammar.sandbox"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        child = self._child = _Child(process, process.stdin, process.stdout)
+    def _start(self) -> BoundedProcess:
+        child = self._child = BoundedProcess("quire.grammar.sandbox")
         vocabulary = self._vocabulary
         message = {
             "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
@@ -102,25 +76,10 @@ class GrammarSandbox:
             "end_ids": vocabulary.end_ids,
             "seconds": self._seconds,
         }
-        if self._ask(child, message, START_SECONDS) is None:
+        if child.ask(message, START_SECONDS) is None:
             code = self.close()
             raise GrammarFault(f"the process that compiles grammars cannot be started (exit code {code})")
         return child
-
-    def _ask(self, child: _Child, message: Any, seconds: float) -> dict[str, Any] | None:
-        """The answer, or None if the process died or was killed by the timeout."""
-        timer = threading.Timer(seconds, child.process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            child.requests.write(json.dumps(message).encode() + b"\n")
-            child.requests.flush()
-            line = child.answers.readline()
-        except OSError:
-            return None
-        finally:
-            timer.cancel()
-        return json.loads(line) if line.endswith(b"\n") else None
 
 
 # ---------------------------------------------------------------------- in the process itself

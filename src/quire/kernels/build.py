@@ -13,9 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from quire.observe.host import cache_folder
 
 FOLDER = Path(__file__).parent
 LIBRARY_NAME = "libquire.so"
@@ -30,13 +34,15 @@ _ISA_FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def cache_folder() -> Path:
-    """`$QUIRE_CACHE` or `~/.cache/quire`."""
-    return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire")
-
-
 class BuildError(RuntimeError):
     """The native kernels could not be compiled; the reference serves instead."""
+
+
+def announce(say: Callable[[str], object]) -> None:
+    """A line before the first start on a machine, whose minute of compiling would look like a hang."""
+    with suppress(BuildError, OSError):  # without a compiler there is nothing to wait for
+        if not library_path().exists():
+            say("compiling kernels for this CPU, once: about a minute …")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The cache folder, and files that are written atomically."""
+"""Files that are written atomically."""
 
 import os
 import tempfile
@@ -6,11 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
-
-
-def cache_folder() -> Path:
-    """`$QUIRE_CACHE` or `~/.cache/quire`."""
-    return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire")
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from quire.kernels.cache_files import cache_folder, write_whole
+from quire.kernels.cache_files import write_whole
 from quire.kernels.sm_share import capture_stream
+from quire.observe.host import cache_folder
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)

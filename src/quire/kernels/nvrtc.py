@@ -12,7 +12,8 @@ from functools import cache
 
 import torch
 
-from quire.kernels.cache_files import cache_folder, replacing
+from quire.kernels.cache_files import replacing
+from quire.observe.host import cache_folder
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)

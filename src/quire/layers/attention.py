@@ -17,10 +17,19 @@ from quire.layers.norm import RMSNorm
 class Pool:
     """num_blocks × block_bytes, page-major. Block 0 is never given out: padded rows of a graph write there."""
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        memory: Tensor | None = None,
+    ) -> None:
+        """`memory`: zeros, uint8; None: it is allocated."""
         self.layout = layout
         self.num_blocks = num_blocks
-        self.data = _zeros(num_blocks, layout.block_bytes, torch.device(device))  # [num_blocks, block_bytes]
+        if memory is None:
+            memory = _zeros(num_blocks, layout.block_bytes, torch.device(device))
+        self.data = memory.view(num_blocks, layout.block_bytes)
         self._planes = [(self._plane(i, False), self._plane(i, True)) for i in range(layout.num_layers)]
         self._scales = self._scale_planes() if layout.has_scales else [(None, None)] * layout.num_layers
 
@@ -52,7 +61,7 @@ class Pool:
             elements,
             (self.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim),
             (elements.stride(0), layout.position_elements, layout.head_dim, 1),
-            layout.plane_offset(layer, value),
+            elements.storage_offset() + layout.plane_offset(layer, value),
         )
 
     def _scale_planes(self) -> list[tuple[Tensor, Tensor]]:

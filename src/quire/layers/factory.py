@@ -45,6 +45,8 @@ class RankPart:
     stages: Group = field(default_factory=Group)
     layers: tuple[int, int] | None = None  # of this stage; None: all
     world: Group = field(default_factory=Group)  # all ranks of all stages
+    # [ranks, bytes] uint8 that all of them map; None: no rank needs the others' bytes
+    shared: Tensor | None = None
 
     @property
     def is_first(self) -> bool:
@@ -197,9 +199,11 @@ class LayerFactory:
         slopes: Tensor | None = None,
     ) -> Attention:
         """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default. The rest as Attention has it."""
-        first = 0 if self.part is None or self.part.layers is None else self.part.layers[0]
-        local = index - first  # in the pool, which has the layers of this stage
-        group, in_group = self._groups.places[local] if self._groups is not None else (0, local)
+        group, in_group = 0, index
+        if self.part is not None and self.part.layers is not None:
+            in_group -= self.part.layers[0]  # the pool has the layers of this stage
+        elif self._groups is not None:
+            group, in_group = self._groups.places[index]
         return Attention(
             self.kernel("rotary"),
             self.kernel("attention"),

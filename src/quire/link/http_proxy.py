@@ -20,7 +20,7 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer upgrade transfer-encoding host "
     b"expect".split()
 )
-NOT_PASSED_ON = HOP_BY_HOP | {b"content-length"}  # of requests: HttpClient counts their bodies itself
+NOT_PASSED_ON = HOP_BY_HOP | {b"content-length"}  # of requests, whose bodies are counted again, and of chunks
 
 
 class ClientLeft(QuireError):
@@ -61,7 +61,8 @@ class Reply:
         self.has_begun = True
         self._on_begin()
         self._is_stream = b"text/event-stream" in response.headers.get(b"content-type", b"")
-        own = [item for item in response.headers.items() if item[0] not in HOP_BY_HOP]
+        left_out = NOT_PASSED_ON if b"transfer-encoding" in response.headers else HOP_BY_HOP
+        own = [item for item in response.headers.items() if item[0] not in left_out]
         headers = [*own, *self._more]
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 

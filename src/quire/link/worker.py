@@ -81,7 +81,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     try:
         device = config.runner.device
         if not is_simulated(device) and resolve_device(device).type == "cpu":
-            _announce_compiling(channel)
+            compilation.announce(lambda line: channel.send(Note(line)))
         built = build_engine(config, _ProgressReporter(channel))
         ready = _ready(config, built)
     except QuireError as error:
@@ -168,13 +168,6 @@ class _ProgressReporter:
         if what != stage or done >= total or now - at > PROGRESS_SECONDS:
             self._last = (what, now)
             self._channel.send(Progress(what, done, total))
-
-
-def _announce_compiling(channel: WorkerChannel) -> None:
-    """The first start on a machine takes a minute and must not look like a hang."""
-    with suppress(compilation.BuildError, OSError):  # without a compiler there is nothing to wait for
-        if not compilation.library_path().exists():
-            channel.send(Note("compiling kernels for this CPU, once: about a minute …"))
 
 
 def _end_with_parent(path: str) -> None:

@@ -271,11 +271,10 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling is None:
             sampling = self.default_sampling()
-        given: Any = sampling
-        is_one = isinstance(given, Mapping) or not isinstance(given, Iterable)
-        if is_one:  # or none, which ready_to_sample names
-            return [ready_to_sample(given, self.tokenizer)] * count
-        each = list(given)
+        if isinstance(sampling, Mapping) or not isinstance(sampling, Iterable):
+            params: Any = sampling  # refused unless it is SamplingParams
+            return [ready_to_sample(params, self.tokenizer)] * count
+        each = list(sampling)
         if len(each) != count:
             raise InvalidRequest(
                 f"{len(each)} sampling parameters for {count} prompts: give one, or one each"

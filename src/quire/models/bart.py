@@ -81,10 +81,6 @@ def _activation(hf: Mapping[str, Any]) -> str:
     return str(hf.get("activation_function") or "gelu")
 
 
-def build(config: ModelConfig, factory: LayerFactory) -> "Bart":
-    return Bart(config, factory)
-
-
 class BartDecoderLayer(BertLayer):
     """The same with cross-attention in between."""
 
@@ -159,3 +155,6 @@ class Bart(EncoderDecoder):
             for i, block in enumerate(blocks):
                 loaders |= block.loaders(f"{half}layers.{i}.", _PARTS)
         return loaders
+
+
+build = Bart

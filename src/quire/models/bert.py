@@ -14,7 +14,6 @@ from quire.layers.factory import KNOWN, LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
-from quire.models.model import Encoder
 from quire.weights.hyperparameters import model_config, number, positive, read_labels, whole
 
 
@@ -111,10 +110,6 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
             f"max_position_embeddings={hf['max_position_embeddings']} leaves no position for a token"
         )
     return model_config(architecture, hf, _variant(architecture).sizes, max_position=max_position)
-
-
-def build(config: ModelConfig, factory: LayerFactory) -> Encoder:
-    return Bert(config, factory)
 
 
 def _variant(architecture: str) -> BertVariant:
@@ -224,3 +219,6 @@ class Bert(LayerStack):
         for i, block in enumerate(self.blocks):
             loaders |= block.loaders(f"{self._variant.layer}{i}.", self._variant.parts)
         return loaders | self.head.loaders() if self.head is not None else loaders
+
+
+build = Bert

@@ -60,6 +60,8 @@ class CausalEncoder:
         """`build` makes the decoder."""
         self.config = config
         self._decoder: DecoderModel = build(factory=HeadlessFactory(factory))
+        self.loaders, self.parameters = self._decoder.loaders, self._decoder.parameters
+        self.adopt = self._decoder.adopt
         dtype = str(factory.dtype).removeprefix("torch.")
         self._layout = BlockLayout(1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)
         self._pool: LayerPool | None = None
@@ -72,15 +74,6 @@ class CausalEncoder:
         if self._pool is None or self._pool.num_blocks < num_blocks:
             self._pool = LayerPool(self._layout, num_blocks, self._device)
         return self._decoder(_paged(batch), self._pool)
-
-    def loaders(self) -> dict[str, Loader]:
-        return self._decoder.loaders()
-
-    def parameters(self) -> dict[str, Tensor]:
-        return self._decoder.parameters()
-
-    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
-        self._decoder.adopt(parameters)
 
 
 def _paged(batch: EncoderBatch) -> Batch:

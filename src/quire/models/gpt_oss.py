@@ -19,7 +19,6 @@ from quire.models import llama
 from quire.models.llama import Llama, LlamaLayer
 from quire.models.llama_variants import LlamaVariant, windows_by_kind
 from quire.models.mixture import MAX_EXPERTS, MixtureLayer
-from quire.models.model import DecoderModel
 from quire.quant.encoded import Weight, floats
 from quire.quant.experts import DOWN, GATE_UP
 from quire.weights.hyperparameters import number, positive
@@ -64,10 +63,6 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
             f"intermediate_size={shape.inner}: correct config.json"
         )
     return replace(config, windows=windows_by_kind(config, 2))
-
-
-def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
-    return GptOss(config, factory)
 
 
 def mixture_shape(config: ModelConfig) -> MixtureShape:
@@ -179,6 +174,9 @@ class GptOss(Llama):
 
     def _kind(self, index: int) -> type[LlamaLayer]:
         return GptOssLayer
+
+
+build = GptOss
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

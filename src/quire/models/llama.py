@@ -17,7 +17,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import position_limit
 from quire.models.llama_variants import TWO_ROPES, LlamaVariant, completed, ropes_by_kind, variant_of
-from quire.models.model import DecoderModel, Layer
+from quire.models.model import Layer
 from quire.weights.hyperparameters import generates, head_size, model_config, positive
 
 
@@ -39,10 +39,6 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
         **generates(hf),
     )
     return replace(config, windows=variant_of(config).windows)
-
-
-def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
-    return Llama(config, factory)
 
 
 def _gate_name(hf: Mapping[str, Any]) -> str:
@@ -211,3 +207,6 @@ class Llama(LayerStack):
         for i, block in enumerate(self.blocks):
             loaders |= block.loaders(f"model.layers.{i}.")
         return loaders
+
+
+build = Llama

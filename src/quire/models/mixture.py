@@ -17,7 +17,6 @@ from quire.layers.parameters import Loader
 from quire.models import llama
 from quire.models.llama import Llama, LlamaLayer
 from quire.models.llama_variants import LlamaVariant
-from quire.models.model import DecoderModel
 from quire.weights.hyperparameters import number, positive, whole
 
 MIXTRAL, OLMOE = "MixtralForCausalLM", "OlmoeForCausalLM"
@@ -42,10 +41,6 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     mixture_shape(config)
     sparse_layers(config)
     return replace(config, windows=_windows(config))
-
-
-def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
-    return Mixture(config, factory)
 
 
 def mixture_shape(config: ModelConfig) -> MixtureShape:
@@ -94,9 +89,10 @@ def _variant(config: ModelConfig) -> LlamaVariant:
         qkv_bias=bias or (architecture == QWEN2 and bool(hf.get("qkv_bias", True))),
         output_bias=bias,
         head_norm=architecture == QWEN3,
+        row_norm=architecture == OLMOE,
         windows=_windows(config),
         ropes=(hf,) * config.num_layers,
-        eps=number(hf, "rms_norm_eps", 1e-6),
+        eps=number(hf, "rms_norm_eps", 1e-5 if architecture == OLMOE else 1e-6),
     )
 
 
@@ -115,7 +111,19 @@ class MixtureLayer(LlamaLayer):
 
     def _make_feed_forward(self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory) -> None:
         self._names = _NAMES.get(config.architecture, MixtureNames("mlp."))
+        self._limit = config.hf.get("clip_qkv")
         self.mixture = MixtureOfExperts(factory, mixture_shape(config))
+
+    def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
+        """OLMoE may clip q, k and v, behind their norms."""
+        if self._limit is None:
+            return super().attend(hidden, batch, pool)
+        qkv = self.qkv.normed(hidden, self.input_norm, batch.lora)
+        query, key = self._query_rows, self._key_rows
+        for norm, rows in ((self.q_norm, qkv[:, :query]), (self.k_norm, qkv[:, query : query + key])):
+            if norm is not None:
+                norm.heads(rows[:, None])
+        return self.attention(qkv.clamp_(-self._limit, self._limit), batch, pool)
 
     def finish(self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
         hidden = self.output(attended, hidden, lora)
@@ -124,40 +132,6 @@ class MixtureLayer(LlamaLayer):
 
     def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
         return self.mixture.loaders(prefix, self._names)
-
-
-class OlmoeLayer(MixtureLayer):
-    """Normalises the whole of q and the whole of k, and may clip q, k and v."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        variant: LlamaVariant,
-        factory: LayerFactory,
-        index: int,
-        cos_sin: Tensor | None,
-    ) -> None:
-        super().__init__(config, variant, factory, index, cos_sin)
-        eps = number(config.hf, "rms_norm_eps", 1e-5)
-        self.query_norm = factory.rms_norm(self._query_rows, eps)
-        self.key_norm = factory.rms_norm(self._key_rows, eps)
-        self._limit = config.hf.get("clip_qkv")
-
-    def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
-        qkv = self.qkv.normed(hidden, self.input_norm, batch.lora)
-        query, key = self._query_rows, self._key_rows
-        self.query_norm.heads(qkv[:, None, :query])
-        self.key_norm.heads(qkv[:, None, query : query + key])
-        if self._limit is not None:
-            qkv.clamp_(-self._limit, self._limit)
-        return self.attention(qkv, batch, pool)
-
-    def loaders(self, prefix: str) -> dict[str, Loader]:
-        norms = {
-            f"{prefix}self_attn.q_norm.weight": self.query_norm.loader(),
-            f"{prefix}self_attn.k_norm.weight": self.key_norm.loader(),
-        }
-        return super().loaders(prefix) | norms
 
 
 class Mixture(Llama):
@@ -175,6 +149,7 @@ class Mixture(Llama):
         return super().recordable and not clips and all(mixture.recordable for mixture in mixtures)
 
     def _kind(self, index: int) -> type[LlamaLayer]:
-        if index not in self._sparse:
-            return LlamaLayer
-        return OlmoeLayer if self.config.architecture == OLMOE else MixtureLayer
+        return MixtureLayer if index in self._sparse else LlamaLayer
+
+
+build = Mixture

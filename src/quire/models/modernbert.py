@@ -12,7 +12,6 @@ from quire.layers.factory import GATES, KNOWN, LayerFactory
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import rope_parameters
 from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
-from quire.models.model import Encoder
 from quire.weights.hyperparameters import model_config, number, positive, read_labels
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -34,10 +33,6 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     for kind in set(_kinds(config)):
         rope_parameters(_rope(hf, kind))  # an unknown rope type is refused before anything is loaded
     return config
-
-
-def build(config: ModelConfig, factory: LayerFactory) -> Encoder:
-    return ModernBert(config, factory)
 
 
 def _kinds(config: ModelConfig) -> list[str]:
@@ -171,3 +166,6 @@ class ModernBert(LayerStack):
         for i, block in enumerate(self.blocks):
             loaders |= block.loaders(f"model.layers.{i}.")
         return loaders | self.head.loaders() if self.head is not None else loaders
+
+
+build = ModernBert

@@ -13,7 +13,8 @@ from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
 from quire.weights.architectures import ENCODERS, KNOWN, TEXT_PARTS
 
-# Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> DecoderModel, or Encoder.
+# Each file has describe(architecture, hf) -> ModelConfig, and build(config, factory), which makes a DecoderModel or
+# an Encoder.
 
 # What is nearest to architectures that people ask for, where names do not tell.
 _INSTEAD = {

@@ -90,10 +90,6 @@ def _is_tied(hf: Mapping[str, Any]) -> bool:
     return bool(hf.get("has_tied_head", tied))
 
 
-def build(config: ModelConfig, factory: LayerFactory) -> "T5":
-    return T5(config, factory)
-
-
 class T5Layer(Composite):
     """norm → qkv → attention → output, norm → feed-forward; every sum is made by the last projection."""
 
@@ -240,3 +236,6 @@ class T5(EncoderDecoder):
             for i, block in enumerate(blocks):
                 loaders |= block.loaders(f"{half}block.{i}.")
         return loaders
+
+
+build = T5

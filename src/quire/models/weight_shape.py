@@ -15,6 +15,7 @@ from quire.models import registry
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.expert_placement import mixtures_of
 from quire.models.model import DecoderModel, Loadable
+from quire.models.stage import Stage
 from quire.quant.encoded import Encoded, Scheme
 from quire.quant.encoded_matrix import EncodedFormat
 from quire.quant.format import Matrix, NumberFormat
@@ -219,6 +220,8 @@ def sized_model(
     """The model, or a rank's part of it, as if it were loaded, with shapes and no content."""
     factory = LayerFactory(_Sized(number_format), META, 1, part)
     built: DecoderModel = registry.build(model if part is None else part.cut.local, factory)
+    if part is not None and part.layers is not None:
+        built = Stage(built, part, factory.dtype, META)
     checkpoint_dtype = getattr(torch, model.dtype)
     for name, loader in built.loaders().items():
         encoded = encodings.get(name)

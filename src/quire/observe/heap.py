@@ -4,9 +4,10 @@ that goes back to the system."""
 import asyncio
 import ctypes
 import gc
-import os
 from contextlib import suppress
 from pathlib import Path
+
+from quire.observe.host import numbers_in
 
 # Allocations between two collections of the youngest generation; of those, between two of the next; of those, between
 # two of all objects, which the engine's process collects when it is idle.
@@ -54,6 +55,4 @@ async def return_freed() -> None:
 
 def _resident_bytes() -> int:
     """0 where the system does not say it."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+    return numbers_in(Path("/proc/self/status")).get("VmRSS", 0) << 10

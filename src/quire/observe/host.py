@@ -1,4 +1,4 @@
-"""The cores and GPUs of this machine, as far as this process may use them, and its other processes."""
+"""The cores, GPUs and cache of this machine, as far as this process may use them, and its other processes."""
 
 import ctypes
 import glob
@@ -15,6 +15,11 @@ MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 START_ON_STDIN = (
     "QUIRE_START_ON_STDIN"  # a server with this variable imports, and starts after a line on stdin
 )
+
+
+def cache_folder() -> Path:
+    """`$QUIRE_CACHE`, or `~/.cache/quire`. It may not exist yet."""
+    return Path(os.environ.get("QUIRE_CACHE") or "~/.cache/quire").expanduser()
 
 
 def default_num_threads() -> int:

@@ -87,6 +87,7 @@ class RankProcesses:
     def close(self) -> None:
         """Ends all of them. Calling it twice is fine."""
         self._fault = self._fault or EngineDead("the engine is closed, and its ranks with it")
+        self._groups = ()  # whose `check` refers to this: a cycle, with the memory that ranks share
         for frames in self._frames:
             frames.close()
         deadline = time.monotonic() + CLOSE_SECONDS

@@ -24,6 +24,8 @@ LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this
     "fp4": (CodeBook("fp4"),),
 }
 
+NO_FLOAT8 = "quantization='fp8' needs a GPU with float8 matrix units (compute 8.9 or later): choose none"
+
 
 def choose_format(
     device: str | torch.device,
@@ -71,9 +73,7 @@ def choose_format(
 
 def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
-        raise ConfigError(
-            "quantization='fp8' needs a GPU with float8 matrix units (compute 8.9 or later): choose none"
-        )
+        raise ConfigError(NO_FLOAT8)
     if deterministic:
         raise ConfigError("quantization='fp8' has no deterministic GEMMs: leave out one of the two")
     return Fp8(torch.bfloat16 if dtype == "float32" else getattr(torch, dtype), device)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
+from quire.rag.database import PageQuery, RagDatabase, new_id, now, record
 
 BATCH_SECONDS = 24 * 3600  # in which a batch must end
 KEPT_SECONDS = 30 * 86400  # for which a batch that ended is kept
@@ -37,31 +37,27 @@ class BatchRecords:
             status="validating",
             created_at=created,
             expires_at=created + BATCH_SECONDS,
-            body=to_json(body),
+            body=dict(body),
         )
         return self.get(owner, api, batch_id)
 
     def get(self, owner: str, api: str, batch_id: str) -> BatchRecord:
         select = "SELECT * FROM batches WHERE id = ? AND owner = ? AND api = ?"
-        return _record(self._database.known("batch", batch_id, select, batch_id, owner, api))
+        return self._database.known(BatchRecord, "batch", batch_id, select, batch_id, owner, api)
 
     def page(self, owner: str, api: str, query: PageQuery) -> tuple[list[BatchRecord], bool]:
-        page = self._database.page("batches", query, "owner = ? AND api = ?", [owner, api], "batch")
-        return [_record(row) for row in page.rows], page.has_more
+        where = "owner = ? AND api = ?"
+        return self._database.page(BatchRecord, "batches", query, where, [owner, api], "batch")
 
     def unfinished(self) -> list[BatchRecord]:
         marks = ", ".join("?" * len(UNFINISHED))
-        return [
-            _record(row)
-            for row in self._database.rows(
-                f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY number", *UNFINISHED
-            )
-        ]
+        select = f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY number"
+        return [record(BatchRecord, row) for row in self._database.rows(select, *UNFINISHED)]
 
     def old(self) -> list[BatchRecord]:
         """Batches that ended, and were made more than KEPT_SECONDS ago."""
         rows = self._database.rows("SELECT * FROM batches WHERE created_at < ?", now() - KEPT_SECONDS)
-        return [batch for batch in map(_record, rows) if batch.status not in UNFINISHED]
+        return [record(BatchRecord, row) for row in rows if row["status"] not in UNFINISHED]
 
     def update(self, batch: BatchRecord, status: str | None = None, **body: Any) -> BatchRecord:
         """Changes fields of the body, and the status, with its time. A batch that is being cancelled stays so."""
@@ -73,13 +69,9 @@ class BatchRecords:
                 status = None
             self._database.change(
                 "UPDATE batches SET status = ?, body = ? WHERE id = ?",
-                *(status or latest.status, to_json({**latest.body, **body}), batch.id),
+                *(status or latest.status, {**latest.body, **body}, batch.id),
             )
             return self.get(batch.owner, batch.api, batch.id)
 
     def delete(self, batch: BatchRecord) -> None:
         self._database.change("DELETE FROM batches WHERE id = ?", batch.id)
-
-
-def _record(row: Any) -> BatchRecord:
-    return record(BatchRecord, row, body=from_json(row["body"]))

@@ -9,11 +9,11 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from quire.core.errors import ConfigError, InvalidRequest, NotFound, StorageFull
 
@@ -63,6 +63,9 @@ MIGRATIONS = (
 
 
 T = TypeVar("T")
+# Dicts are kept as JSON. Columns that are not read as they are, by the type of their field.
+sqlite3.register_adapter(dict, lambda value: json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+_READ: dict[Any, Callable[[Any], Any]] = {dict: json.loads, bool: bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,6 @@ class PageQuery:
     order: str = "desc"  # of creation: "asc" | "desc"
     after: str | None = None
     before: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    rows: list[sqlite3.Row]
-    has_more: bool
 
 
 def new_id(kind: str) -> str:
@@ -145,12 +142,12 @@ class RagDatabase:
             row: sqlite3.Row | None = self._connection.execute(statement, values).fetchone()
             return row
 
-    def known(self, what: str, object_id: str, statement: str, *values: Any) -> sqlite3.Row:
+    def known(self, kind: type[T], what: str, object_id: str, statement: str, *values: Any) -> T:
         """The row that the statement selects; NotFound, of a `what` with that id, where there is none."""
         row = self.row(statement, *values)
         if row is None:
             raise NotFound.of(what, object_id)
-        return row
+        return record(kind, row)
 
     def change(self, statement: str, *values: Any) -> int:
         """Runs one statement as a transaction; returns how many rows it changed."""
@@ -161,8 +158,11 @@ class RagDatabase:
         names, marks = ", ".join(values), ", ".join("?" * len(values))
         self.change(f"INSERT INTO {table} ({names}) VALUES ({marks})", *values.values())
 
-    def page(self, table: str, query: PageQuery, where: str, values: Sequence[Any], what: str) -> Page:
-        """Entries of a table that `where` selects, in the order of their creation or the reverse."""
+    def page(
+        self, kind: type[T], table: str, query: PageQuery, where: str, values: Sequence[Any], what: str
+    ) -> tuple[list[T], bool]:
+        """Entries of a table that `where` selects, in the order of their creation or the reverse; whether there are
+        more."""
         conditions, parameters = [where], list(values)
         for field, cursor in (("after", query.after), ("before", query.before)):
             if cursor is None:
@@ -180,23 +180,18 @@ class RagDatabase:
             *parameters,
             query.limit + 1,
         )
-        shown = rows[: query.limit]
-        return Page(shown[::-1] if backwards else shown, len(rows) > query.limit)
+        shown = [record(kind, row) for row in rows[: query.limit]]
+        return shown[::-1] if backwards else shown, len(rows) > query.limit
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
 
-def record(kind: type[T], row: sqlite3.Row, **parsed: Any) -> T:
-    """A row as a dataclass whose fields are columns; `parsed`: values that are not kept as they are."""
-    names: Iterable[str] = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return kind(**{name: row[name] for name in names} | parsed)
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def from_json(text: str) -> Any:
-    return json.loads(text)
+def record(kind: type[T], row: sqlite3.Row) -> T:
+    """A row as a dataclass whose fields are columns."""
+    values = {}
+    for name, field in kind.__dataclass_fields__.items():  # type: ignore[attr-defined]
+        read = _READ.get(get_origin(field.type) or field.type)
+        values[name] = row[name] if read is None else read(row[name])
+    return kind(**values)

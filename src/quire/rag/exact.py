@@ -46,9 +46,7 @@ class ExactIndex:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self._database = self._opened()
-        self._rows = _Rows(dimension)
-        for stored in self.stored():
-            self._rows.add(stored)
+        self._rows = self._read_rows()
 
     def upsert(self, points: Sequence[Point]) -> None:
         made = [Stored.of(point, self._dimension) for point in points]
@@ -139,9 +137,13 @@ class ExactIndex:
 
     def _compact(self) -> None:
         if self._rows.num_dead > max(COMPACT_FROM, self._rows.num_live):
-            self._rows = _Rows(self._dimension)
-            for stored in self.stored():
-                self._rows.add(stored)
+            self._rows = self._read_rows()
+
+    def _read_rows(self) -> "_Rows":
+        rows = _Rows(self._dimension)
+        for stored in self.stored():
+            rows.add(stored)
+        return rows
 
 
 def _row(stored: Stored) -> tuple[int, bytes, bytes, str]:

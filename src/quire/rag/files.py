@@ -10,11 +10,11 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quire.core.errors import InvalidRequest, StorageFull
-from quire.rag.database import Page, PageQuery, RagDatabase, new_id, now, record
+from quire.rag.database import PageQuery, RagDatabase, new_id, now, record
 
 MAX_FILENAME = 255  # characters that are kept, the last ones
 UPLOAD_SECONDS = 3600  # in which an upload must be completed
@@ -129,14 +129,13 @@ class FileStore:
 
     def get(self, owner: str, file_id: str) -> StoredFile:
         select = "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)"
-        return record(StoredFile, self._database.known("file", file_id, select, file_id, owner, now()))
+        return self._database.known(StoredFile, "file", file_id, select, file_id, owner, now())
 
     def page(self, owner: str, query: PageQuery, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
         where, values = "owner = ? AND (expires_at IS NULL OR expires_at > ?)", [owner, now()]
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
-        page: Page = self._database.page("files", query, where, values, "file")
-        return [record(StoredFile, row) for row in page.rows], page.has_more
+        return self._database.page(StoredFile, "files", query, where, values, "file")
 
     def path(self, file_id: str) -> Path:
         return self._files / file_id
@@ -172,15 +171,14 @@ class FileStore:
             expires_at=created + UPLOAD_SECONDS,
             status="pending",
             file_seconds=file_seconds,
-            file_id=None,
         )
         return self.upload(owner, upload_id)
 
     def upload(self, owner: str, upload_id: str) -> StoredUpload:
         select = "SELECT * FROM uploads WHERE id = ? AND owner = ?"
-        row = self._database.known("upload", upload_id, select, upload_id, owner)
-        is_expired = row["status"] == "pending" and row["expires_at"] <= now()
-        return record(StoredUpload, row, status="expired" if is_expired else row["status"])
+        upload = self._database.known(StoredUpload, "upload", upload_id, select, upload_id, owner)
+        is_expired = upload.status == "pending" and upload.expires_at <= now()
+        return replace(upload, status="expired") if is_expired else upload
 
     def pending_upload(self, owner: str, upload_id: str) -> StoredUpload:
         upload = self.upload(owner, upload_id)
@@ -217,12 +215,8 @@ class FileStore:
     ) -> tuple[StoredUpload, StoredFile]:
         """Joins the parts in the given order; raises InvalidRequest if they are not all, or have another size."""
         upload = self.pending_upload(owner, upload_id)
-        sizes = {
-            row["id"]: row["bytes"]
-            for row in self._database.rows(
-                "SELECT id, bytes FROM upload_parts WHERE upload_id = ?", upload_id
-            )
-        }
+        select = "SELECT id, bytes FROM upload_parts WHERE upload_id = ?"
+        sizes = {row["id"]: row["bytes"] for row in self._database.rows(select, upload_id)}
         unknown = next((part_id for part_id in part_ids if part_id not in sizes), None)
         if unknown is not None or len(set(part_ids)) != len(part_ids):
             raise InvalidRequest(

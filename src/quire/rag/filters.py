@@ -5,6 +5,7 @@ text or a bool; `ne` and `nin` are the exact opposites of `eq` and `in`, so they
 """
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ MAX_VALUES = 1000  # of `in` and `nin`
 MAX_ALL_VALUES = 2000  # of one filter: each is compared for every distinct set of attributes
 MAX_KEY, MAX_TEXT = 64, 512  # characters
 MAX_ATTRIBUTES = 16
-_RANGES = ("gt", "gte", "lt", "lte")
+_RANGES = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte": operator.le}
 _LISTS = ("in", "nin")
 _GROUPS = ("and", "or")
 
@@ -38,13 +39,7 @@ class Comparison:
         if self.type in _RANGES:
             if isinstance(present, bool) or not isinstance(present, int | float):
                 return False
-            number, limit = float(present), float(self.values[0])
-            return {
-                "gt": number > limit,
-                "gte": number >= limit,
-                "lt": number < limit,
-                "lte": number <= limit,
-            }[self.type]
+            return bool(_RANGES[self.type](float(present), float(self.values[0])))
         equal = present is not None and any(_equal(present, value) for value in self.values)
         return equal == (self.type in ("eq", "in"))
 

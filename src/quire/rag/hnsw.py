@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class HnswIndex:
         self._lock = threading.RLock()
         self._settle_swap()
         self._average_length = average_length
-        self._noted: list[Callable[[Any], None]] | None = None  # changes since the copy that is being built
+        self._noted: list[Any] | None = None  # changes since the copy that is being built
         self._builder: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
@@ -96,7 +96,7 @@ class HnswIndex:
         with self._lock:
             self._shard.update(operation)
             if self._noted is not None:
-                self._noted.append(lambda shard: shard.update(operation))
+                self._noted.append(operation)
 
     def _point(self, stored: Stored) -> Any:
         indices, weights = word_weights(stored.words, self._average_length or USUAL_LENGTH)
@@ -188,23 +188,22 @@ class HnswIndex:
             if self._is_closed or process.returncode != 0:
                 shutil.rmtree(copy, ignore_errors=True)
                 if not self._is_closed:
-                    logger.warning(
-                        "building a search graph failed: %s", problem.decode(errors="replace")[-300:]
-                    )
+                    shown = problem.decode(errors="replace")[-300:]
+                    logger.warning("building a search graph failed: %s", shown)
                 return
             self._swap(copy, noted)
             if noted:
                 self._build_if_due()  # for the points that came meanwhile
 
-    def _swap(self, copy: Path, noted: list[Callable[[Any], None]]) -> None:
+    def _swap(self, copy: Path, noted: list[Any]) -> None:
         self._shard.close()
         old = self._folder.with_name("hnsw.old")
         shutil.rmtree(old, ignore_errors=True)
         self._folder.rename(old)
         copy.rename(self._folder)
         self._shard = qdrant.EdgeShard.load(str(self._folder))
-        for change in noted:
-            change(self._shard)
+        for operation in noted:
+            self._shard.update(operation)
         self._shard.flush()
         shutil.rmtree(old, ignore_errors=True)
 
@@ -226,10 +225,8 @@ class HnswIndex:
             else:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder.mkdir(parents=True)
-                made_for, shard = (
-                    self._dimension,
-                    qdrant.EdgeShard.create(str(self._folder), _config(self._dimension)),
-                )
+                made_for = self._dimension
+                shard = qdrant.EdgeShard.create(str(self._folder), _config(made_for))
                 self._write_settings()
         except OSError:
             raise
@@ -248,12 +245,9 @@ class HnswIndex:
 
 def _config(dimension: int) -> Any:
     best = qdrant.MultiVectorConfig(qdrant.MultiVectorComparator.MaxSim)
+    dense = qdrant.EdgeVectorParams(size=dimension, distance=qdrant.Distance.Cosine, multivector_config=best)
     return qdrant.EdgeConfig(
-        vectors={
-            DENSE: qdrant.EdgeVectorParams(
-                size=dimension, distance=qdrant.Distance.Cosine, multivector_config=best
-            )
-        },
+        vectors={DENSE: dense},
         sparse_vectors={WORDS: qdrant.EdgeSparseVectorParams(modifier=qdrant.Modifier.Idf)},
         hnsw_config=qdrant.HnswIndexConfig(m=16, ef_construct=128, full_scan_threshold=SCAN_KB),
         optimizers=qdrant.EdgeOptimizersConfig(indexing_threshold=SCAN_KB // 2, default_segment_number=1),
@@ -279,12 +273,7 @@ def _condition(terms: dict[str, Any]) -> Any:
     return edge_filter(terms)
 
 
-def main() -> int:
-    shard = qdrant.EdgeShard.load(sys.argv[1])
-    shard.optimize()
-    shard.close()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    built = qdrant.EdgeShard.load(sys.argv[1])
+    built.optimize()
+    built.close()

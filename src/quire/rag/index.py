@@ -8,6 +8,7 @@ import importlib.util
 import shutil
 import threading
 from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -47,11 +48,8 @@ class GrowingIndex:
     def __init__(self, folder: Path, dimension: int, exact_chunks: int = EXACT_CHUNKS) -> None:
         self._folder, self._dimension, self._exact_chunks = folder, dimension, exact_chunks
         self._lock = threading.RLock()
-        self._index: VectorIndex
-        if (folder / "hnsw").exists():
-            self._index = _graph_in(folder, dimension)
-        else:
-            self._index = ExactIndex(folder, dimension)
+        has_graph = (folder / "hnsw").exists()
+        self._index = _graph_in(folder, dimension) if has_graph else ExactIndex(folder, dimension)
 
     def upsert(self, points: Sequence[Point]) -> None:
         with self._lock:
@@ -85,13 +83,9 @@ class GrowingIndex:
         shutil.rmtree(unfinished, ignore_errors=True)
         module = importlib.import_module(_GRAPH)
         graph = module.HnswIndex(unfinished, self._dimension, exact.average_length, background=False)
-        batch = []
-        for stored in exact.stored():
-            batch.append(stored)
-            if len(batch) == _BATCH:
-                graph.upsert_stored(batch)
-                batch = []
-        graph.upsert_stored(batch)
+        stored = exact.stored()
+        while batch := list(islice(stored, _BATCH)):
+            graph.upsert_stored(batch)
         graph.close()
         (unfinished / "hnsw").rename(self._folder / "hnsw")
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -36,15 +37,14 @@ WINDOW_TOKENS = 254  # that an encoder reads, without special tokens
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class PassageEncoder:
     """The model that makes a store's vectors."""
 
-    def __init__(self, name: str, width: int, max_tokens: int, tokenizer: Tokenizer) -> None:
-        """`max_tokens` of a text, with special tokens."""
-        self.name = name
-        self.width = width
-        self.max_tokens = max_tokens
-        self.tokenizer = tokenizer
+    name: str
+    width: int
+    max_tokens: int  # of a text, with special tokens
+    tokenizer: Tokenizer
 
     async def embed(self, texts: Sequence[str]) -> list[bytes]:
         """One float32 vector for each text. Raises EncoderDown if it cannot now, QuireError if it never can."""

@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -230,15 +230,11 @@ class Library:
     def _filled_index(self) -> VectorIndex:
         """The index beside the truth; made again if it is missing, broken or differs in size."""
         folder = None if self._folder is None else self._folder / "index"
-        try:
+        with suppress(IndexFault):
             index = open_index(folder, self.settings.dimension)
-        except IndexFault:
-            assert folder is not None
-            shutil.rmtree(folder, ignore_errors=True)
-            index = open_index(folder, self.settings.dimension)
-        if len(index) == len(self):
-            return index
-        index.close()
+            if len(index) == len(self):
+                return index
+            index.close()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         index = open_index(folder, self.settings.dimension)

@@ -8,7 +8,6 @@ import atexit
 import json
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quire.core.errors import QuireError
+from quire.observe.bounded import BoundedProcess
 from quire.rag.parsers import FileProblem, ParseLimits, parse
 
 START_SECONDS = 30.0
@@ -45,7 +45,7 @@ def parse_file(path: Path, filename: str, limits: ParseLimits = USUAL_LIMITS) ->
 class _ParseProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BoundedProcess | None = None
         self._num_files = 0
         self._memory_bytes = 0
 
@@ -54,17 +54,18 @@ class _ParseProcess:
             if self._num_files >= FILES_EACH or self._memory_bytes != limits.memory_bytes:
                 self._close()
             process = self._process
-            if process is None or process.poll() is not None:
+            if process is None or not process.is_alive:
                 process = self._start(limits.memory_bytes)
             job = {"path": str(path.resolve()), "filename": filename, "limits": asdict(limits)}
             self._num_files += 1
-            answer, text = self._ask(process, job, limits.seconds)
-            if answer is None:
+            reply = process.ask(job, limits.seconds)
+            if reply is None:
                 code = self._close()
                 excess = f"more than {limits.seconds:g} s" if code == -signal.SIGKILL else "too much memory"
                 raise ParseError(
                     "invalid_file", f"{filename}: it takes {excess} to read: split or simplify it"
                 )
+        answer, text = reply
         if "error" in answer:
             raise ParseError(answer["code"], f"{filename}: {answer['error']}")
         return text.decode()
@@ -73,57 +74,17 @@ class _ParseProcess:
         with self._lock:
             self._close()
 
-    def _start(self, memory_bytes: int) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire.rag.parse", str(memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+    def _start(self, memory_bytes: int) -> BoundedProcess:
+        process = BoundedProcess("quire.rag.parse", memory_bytes)
         self._process, self._num_files, self._memory_bytes = process, 0, memory_bytes
-        answer, _ = self._ask(process, None, START_SECONDS)
-        if answer is None:
-            code = self._close()
-            raise ParseError(
-                "server_error", f"the process that reads files cannot be started (exit code {code})"
-            )
+        if process.ask(None, START_SECONDS) is None:
+            problem = f"the process that reads files cannot be started (exit code {self._close()})"
+            raise ParseError("server_error", problem)
         return process
-
-    def _ask(
-        self, process: "subprocess.Popen[bytes]", job: dict[str, Any] | None, seconds: float
-    ) -> tuple[dict[str, Any] | None, bytes]:
-        """The answer and its text, None if the process died or was killed. Without a job: its first line."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(seconds, process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            if job is not None:
-                process.stdin.write(json.dumps(job).encode() + b"\n")
-                process.stdin.flush()
-            line = process.stdout.readline()
-            answer = json.loads(line) if line.endswith(b"\n") else None
-            text = process.stdout.read(answer.get("bytes", 0)) if answer is not None else b""
-            return (answer, text) if answer is None or len(text) == answer.get("bytes", 0) else (None, b"")
-        except OSError:
-            return None, b""
-        finally:
-            timer.cancel()
 
     def _close(self) -> int | None:
         process, self._process = self._process, None
-        if process is None:
-            return None
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # unwritten data does not matter any more
-                if pipe is not None:
-                    pipe.close()
-        try:
-            return process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+        return None if process is None else process.close()
 
 
 _process = _ParseProcess()
@@ -136,29 +97,24 @@ atexit.register(_process.close)
 def _answer(line: bytes) -> tuple[dict[str, Any], bytes]:
     job = json.loads(line)
     limits = ParseLimits(**job["limits"])
+    code, problem = "invalid_file", ""
     try:
         with open(job["path"], "rb") as file:
             text = parse(file, job["filename"], limits).encode()
         return {"bytes": len(text)}, text
-    except FileProblem as problem:
-        return {"code": problem.code, "error": str(problem)}, b""
+    except FileProblem as known:
+        code, problem = known.code, str(known)
     except MemoryError:
-        memory = limits.memory_bytes >> 20
-        return {
-            "code": "invalid_file",
-            "error": f"it takes more than {memory} MiB of memory to read: split it",
-        }, b""
+        problem = f"it takes more than {limits.memory_bytes >> 20} MiB of memory to read: split it"
     except RecursionError:
-        return {"code": "invalid_file", "error": "it is nested too deep to read: simplify it"}, b""
+        problem = "it is nested too deep to read: simplify it"
     except ImportError as error:
-        return {"code": "server_error", "error": f"{error}: pip install 'quire[rag]'"}, b""
+        code, problem = "server_error", f"{error}: pip install 'quire[rag]'"
     except OSError as error:
-        return {"code": "server_error", "error": f"it cannot be read ({error})"[:300]}, b""
+        code, problem = "server_error", f"it cannot be read ({error})"[:300]
     except Exception as fault:  # a parser's fault is this file's error
-        return {
-            "code": "invalid_file",
-            "error": f"it cannot be read ({type(fault).__name__}: {fault})"[:300],
-        }, b""
+        problem = f"it cannot be read ({type(fault).__name__}: {fault})"[:300]
+    return {"code": code, "error": problem}, b""
 
 
 def _write(stream: IO[bytes], answer: dict[str, Any], text: bytes) -> None:

@@ -136,10 +136,8 @@ def _table(text: str, limits: ParseLimits, delimiter: str) -> str:
         return text
     lines = []
     for row in rows[1:]:
-        names = [*head, *([""] * (len(row) - len(head)))]
-        lines.append(
-            "; ".join(f"{name}: {value}" if name else value for name, value in zip(names, row, strict=False))
-        )
+        named = [f"{name}: {value}" for name, value in zip(head, row, strict=False)]
+        lines.append("; ".join(named + row[len(head) :]))
     return "\n".join(lines)
 
 

@@ -111,11 +111,8 @@ class ServerIndex:
     def _open(self) -> None:
         present = self._ask("GET", "", None, missing_is_none=True)
         if present is None:
-            dense = {
-                "size": self._dimension,
-                "distance": "Cosine",
-                "multivector_config": {"comparator": "max_sim"},
-            }
+            best = {"comparator": "max_sim"}
+            dense = {"size": self._dimension, "distance": "Cosine", "multivector_config": best}
             body = {"vectors": {DENSE: dense}, "sparse_vectors": {WORDS: {"modifier": "idf"}}}
             self._ask("PUT", "", body)
             return
@@ -147,15 +144,13 @@ class ServerIndex:
                 except (OSError, HTTPException) as error:
                     self._connection.close()
                     if attempt == 2:
-                        where = f"{self._connection.host}:{self._connection.port}"
-                        raise StoreUnreachable(
-                            f"the vector store at {where} does not answer ({error})"
-                        ) from error
+                        problem = (
+                            f"at {self._connection.host}:{self._connection.port} does not answer ({error})"
+                        )
+                        raise StoreUnreachable(f"the vector store {problem}") from error
         if response.status == 404 and missing_is_none:
             return None
         if response.status != 200:
-            detail = raw.decode(errors="replace")[:300]
-            raise StoreUnreachable(
-                f"the vector store refused {method} {path or '/'} ({response.status}): {detail}"
-            )
+            asked, detail = f"{method} {path or '/'}", raw.decode(errors="replace")[:300]
+            raise StoreUnreachable(f"the vector store refused {asked} ({response.status}): {detail}")
         return json.loads(raw)["result"]

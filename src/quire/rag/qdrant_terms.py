@@ -41,13 +41,11 @@ def filter_terms(filter: Filter) -> dict[str, Any]:
     if filter.type in ("gt", "gte", "lt", "lte"):
         limits = {filter.type: float(filter.values[0])}
         return {"must": [{"key": field_name(filter.key, 0.0), "range": limits}]}
-    equal = [_equals(filter.key, value) for value in filter.values]
+    equal: list[dict[str, Any]] = []
+    for value in filter.values:
+        is_word = isinstance(value, str | bool)
+        test = {"match": {"value": str(value)}} if is_word else {"range": {"gte": value, "lte": value}}
+        equal.append({"key": field_name(filter.key, value), **test})
     if filter.type in ("ne", "nin"):
         return {"must_not": equal}
     return {"should": equal} if equal else {"must": [{"has_id": []}]}  # nothing has no id
-
-
-def _equals(key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str | bool):
-        return {"key": field_name(key, value), "match": {"value": str(value)}}
-    return {"key": field_name(key, value), "range": {"gte": value, "lte": value}}

@@ -19,7 +19,8 @@ from quire.rag.parse import ParseError, parse_file
 from quire.rag.prompts import AskPrompt, ask_prompt
 from quire.rag.ranking import IndexQuery, Ranker
 
-CHUNK_TOKENS, CHUNK_OVERLAP = WINDOW, 64  # the built-in encoder's window: short prompts, precise sources
+CHUNK_TOKENS = WINDOW  # what the built-in encoder reads at once: short prompts, precise sources
+CHUNK_OVERLAP = 64
 EMBED_WINDOWS = 256  # that are embedded together
 ANSWER_TOKENS = 256
 ASK_THRESHOLD = 0.5  # of a passage's score: first by meaning or by words, or well placed in both
@@ -62,9 +63,8 @@ class Retriever:
         path = None if folder is None else Path(folder)
         kept = None if path is None else settings_in(path)
         size = max_tokens or (kept.max_tokens if kept else CHUNK_TOKENS)
-        repeated = (
-            overlap if overlap is not None else (kept.overlap if kept else min(CHUNK_OVERLAP, size // 2))
-        )
+        usual = kept.overlap if kept else min(CHUNK_OVERLAP, size // 2)
+        repeated = usual if overlap is None else overlap
         try:
             check_chunking(size, repeated, ("max_tokens", "overlap"))
         except ValueError as error:

@@ -4,6 +4,7 @@ The database is the record. An index answers which chunks fit; what it names is 
 chunks of completed files count. An index that does not hold exactly those is built again.
 """
 
+import json
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy
 from quire.core.errors import InvalidRequest
 from quire.observe.logs import get_logger
 from quire.rag.chunks import Chunk, WaitingChunk
-from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, record, to_json
+from quire.rag.database import PageQuery, RagDatabase, new_id, now, record
 from quire.rag.index import StoreIndexes
 from quire.rag.qdrant_server import StoreUnreachable
 from quire.rag.ranking import IndexQuery, Point, VectorIndex
@@ -125,18 +126,16 @@ class VectorStores:
             owner=owner,
             name=name,
             description=description,
-            metadata=to_json(metadata),
+            metadata=dict(metadata),
             created_at=created,
             expires_days=expires_days,
             last_active_at=created,
-            model=None,
-            width=None,
         )
         return self.get(owner, store_id)
 
     def get(self, owner: str, store_id: str) -> VectorStore:
         select = "SELECT * FROM stores WHERE id = ? AND owner = ?"
-        return _store(self._database.known("vector store", store_id, select, store_id, owner))
+        return self._database.known(VectorStore, "vector store", store_id, select, store_id, owner)
 
     def usable(self, owner: str, store_id: str) -> VectorStore:
         """A store that has not expired; notes that it is used."""
@@ -151,14 +150,12 @@ class VectorStores:
         return store
 
     def page(self, owner: str, query: PageQuery) -> tuple[list[VectorStore], bool]:
-        page = self._database.page("stores", query, "owner = ?", [owner], "vector store")
-        return [_store(row) for row in page.rows], page.has_more
+        return self._database.page(VectorStore, "stores", query, "owner = ?", [owner], "vector store")
 
     def update(self, owner: str, store_id: str, changes: Mapping[str, Any]) -> VectorStore:
         """`changes` by the names of columns."""
         self.get(owner, store_id)
-        values = {name: to_json(value) if name == "metadata" else value for name, value in changes.items()}
-        values["last_active_at"] = now()
+        values = {**changes, "last_active_at": now()}
         names = ", ".join(f"{name} = ?" for name in values)
         self._database.change(f"UPDATE stores SET {names} WHERE id = ?", *values.values(), store_id)
         return self.get(owner, store_id)
@@ -191,7 +188,7 @@ class VectorStores:
     def by_id(self, store_id: str) -> VectorStore | None:
         """Without regard to its owner."""
         row = self._database.row("SELECT * FROM stores WHERE id = ?", store_id)
-        return None if row is None else _store(row)
+        return None if row is None else record(VectorStore, row)
 
     def counts(self, store_id: str, batch_id: str | None = None) -> tuple[dict[str, int], int]:
         """How many files have each status, with the total, and the bytes that they use."""
@@ -231,9 +228,7 @@ class VectorStores:
                 batch_id=batch_id,
                 created_at=now(),
                 status="in_progress",
-                error_code=None,
-                error_message=None,
-                attributes=to_json(file.attributes),
+                attributes=file.attributes,
                 max_tokens=file.max_tokens,
                 overlap=file.overlap,
                 usage_bytes=0,
@@ -254,8 +249,7 @@ class VectorStores:
 
     def batch(self, store: VectorStore, batch_id: str) -> FileBatch:
         select = "SELECT * FROM file_batches WHERE id = ? AND store_id = ?"
-        row = self._database.known("file batch", batch_id, select, batch_id, store.id)
-        return record(FileBatch, row, is_cancelled=bool(row["is_cancelled"]))
+        return self._database.known(FileBatch, "file batch", batch_id, select, batch_id, store.id)
 
     def cancel_batch(self, store: VectorStore, batch_id: str) -> FileBatch:
         """Files that are not completed yet will not be."""
@@ -275,11 +269,9 @@ class VectorStores:
         return self.batch(store, batch_id)
 
     def file(self, store: VectorStore, file_id: str) -> StoreFile:
-        what, select = (
-            f"file in the vector store {store.id}",
-            "SELECT * FROM store_files WHERE store_id = ? AND id = ?",
-        )
-        return _store_file(self._database.known(what, file_id, select, store.id, file_id))
+        select = "SELECT * FROM store_files WHERE store_id = ? AND id = ?"
+        what = f"file in the vector store {store.id}"
+        return self._database.known(StoreFile, what, file_id, select, store.id, file_id)
 
     def file_page(
         self, store: VectorStore, query: PageQuery, status: str | None = None, batch_id: str | None = None
@@ -288,8 +280,7 @@ class VectorStores:
         for column, value in (("status", status), ("batch_id", batch_id)):
             if value is not None:
                 where, values = f"{where} AND {column} = ?", [*values, value]
-        page = self._database.page("store_files", query, where, values, "file")
-        return [_store_file(row) for row in page.rows], page.has_more
+        return self._database.page(StoreFile, "store_files", query, where, values, "file")
 
     def set_attributes(self, store: VectorStore, file_id: str, attributes: dict[str, Any]) -> StoreFile:
         with self._lock:  # a file that is being completed has its attributes read already
@@ -298,11 +289,11 @@ class VectorStores:
             changed = "UPDATE store_files SET attributes = ? WHERE store_id = ? AND id = ?"
             stale = "UPDATE stores SET index_is_stale = index_is_stale | ? WHERE id = ?"
             with self._database.transaction():
-                self._database.change(changed, to_json(attributes), store.id, file_id)
+                self._database.change(changed, attributes, store.id, file_id)
                 self._database.change(stale, is_found, store.id)
             if index is not None:
                 try:
-                    index.set_attributes(self._chunk_ids(store.id, [file_id]), attributes)
+                    index.set_attributes(self._chunk_ids(store.id, file_id), attributes)
                 except BaseException:
                     self._open.pop(store.id).close()  # built again when it is next used
                     raise
@@ -326,11 +317,8 @@ class VectorStores:
         """What was parsed from a file: its chunks, without what they have in common."""
         pieces: list[str] = []
         end = 0
-        for row in self._database.rows(
-            "SELECT start, end, text FROM chunks WHERE store_id = ? AND file_id = ? ORDER BY id",
-            store.id,
-            file_id,
-        ):
+        select = "SELECT start, end, text FROM chunks WHERE store_id = ? AND file_id = ? ORDER BY id"
+        for row in self._database.rows(select, store.id, file_id):
             if pieces and row["start"] > end:
                 pieces.append(" ")  # white space between chunks is not kept
             pieces.append(row["text"][max(0, end - row["start"]) :])
@@ -345,8 +333,8 @@ class VectorStores:
             "SELECT * FROM store_files WHERE status = 'in_progress' AND is_parsed = 0 ORDER BY number LIMIT ?",
             limit + len(set(without)),
         )
-        waiting = [_store_file(row) for row in rows]
-        return [file for file in waiting if (file.store_id, file.id) not in set(without)][:limit]
+        waiting = [row for row in rows if (row["store_id"], row["id"]) not in set(without)]
+        return [record(StoreFile, row) for row in waiting[:limit]]
 
     def add_chunks(self, file: StoreFile, chunks: Sequence[Chunk]) -> None:
         """The chunks of a file that was parsed, if it is still wanted."""
@@ -452,7 +440,7 @@ class VectorStores:
                 store.id,
                 row["file_id"],
                 row["filename"],
-                from_json(row["attributes"]),
+                json.loads(row["attributes"]),
                 row["start"],
                 row["end"],
                 row["text"],
@@ -495,14 +483,8 @@ class VectorStores:
             log.warning("index     of %s cannot be read (%s)", store.id, fault)
         self._indexes.drop(store.id, width)
         index, done = self._indexes.open(store.id, width), 0
-        names = [
-            row["id"]
-            for row in self._database.rows(
-                "SELECT id FROM store_files WHERE store_id = ? AND status = 'completed' ORDER BY number",
-                store.id,
-            )
-        ]
-        for points in self._points(store, names):
+        select = "SELECT id FROM store_files WHERE store_id = ? AND status = 'completed' ORDER BY number"
+        for points in self._points(store, [row["id"] for row in self._database.rows(select, store.id)]):
             index.upsert(points)
             done += len(points)
             log.info("index     of %s: %d of %d chunks", store.id, done, num_chunks)
@@ -519,7 +501,7 @@ class VectorStores:
                 *(store.id, file_id),
             ):
                 vectors = numpy.frombuffer(row["vectors"], dtype=numpy.float32).reshape(-1, store.width or 1)
-                points.append(Point(row["id"], list(vectors), row["text"], from_json(row["attributes"])))
+                points.append(Point(row["id"], list(vectors), row["text"], json.loads(row["attributes"])))
                 if len(points) >= REBUILT_AT_ONCE:
                     yield points
                     points = []
@@ -530,7 +512,7 @@ class VectorStores:
         """Opens every store's index once, which builds again what is missing."""
         for row in self._database.rows("SELECT * FROM stores WHERE width IS NOT NULL ORDER BY number"):
             with self._lock:
-                self._index(_store(row))
+                self._index(record(VectorStore, row))
         self._indexes.drop_others({row["id"] for row in self._database.rows("SELECT id FROM stores")})
 
     def close(self) -> None:
@@ -541,18 +523,13 @@ class VectorStores:
 
     # ------------------------------------------------------------------ removal
 
-    def _chunk_ids(self, store_id: str, file_ids: Sequence[str]) -> list[int]:
-        return [
-            row["id"]
-            for file_id in file_ids
-            for row in self._database.rows(
-                "SELECT id FROM chunks WHERE store_id = ? AND file_id = ?", store_id, file_id
-            )
-        ]
+    def _chunk_ids(self, store_id: str, file_id: str) -> list[int]:
+        select = "SELECT id FROM chunks WHERE store_id = ? AND file_id = ?"
+        return [row["id"] for row in self._database.rows(select, store_id, file_id)]
 
     def _remove(self, store_id: str, file_id: str) -> list[int]:
         """Within a transaction; returns the ids of the file's chunks."""
-        chunk_ids = self._chunk_ids(store_id, [file_id])
+        chunk_ids = self._chunk_ids(store_id, file_id)
         self._database.change("DELETE FROM chunks WHERE store_id = ? AND file_id = ?", store_id, file_id)
         self._database.change("DELETE FROM store_files WHERE store_id = ? AND id = ?", store_id, file_id)
         return chunk_ids
@@ -582,12 +559,3 @@ class VectorStores:
                 self._indexes.drop(store_id, width)
             except StoreUnreachable as fault:
                 log.warning("index     of %s cannot be deleted: %s", store_id, fault)
-
-
-def _store(row: Any) -> VectorStore:
-    return record(VectorStore, row, metadata=from_json(row["metadata"]))
-
-
-def _store_file(row: Any) -> StoreFile:
-    attributes, is_parsed = from_json(row["attributes"]), bool(row["is_parsed"])
-    return record(StoreFile, row, attributes=attributes, is_parsed=is_parsed)

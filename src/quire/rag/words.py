@@ -25,11 +25,10 @@ STOP_WORDS = frozenset(_STOPS.split())
 def word_counts(text: str) -> dict[int, int]:
     """How often each word occurs, by its hash."""
     found = Counter(word[:MAX_WORD] for word in _WORD.findall(text.lower()) if word not in STOP_WORDS)
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for word, count in found.items():
-        term = _term(word)
-        counts[term] = counts.get(term, 0) + count
-    return counts
+        counts[_term(word)] += count
+    return dict(counts)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -56,7 +55,8 @@ def stem(word: str) -> str:
     """Of an English word in lower case; words with other letters stay as they are."""
     if len(word) <= 2 or not word.isascii() or not word.isalpha():
         return word
-    word = _plural(word)
+    if word.endswith("s") and not word.endswith("ss"):  # a plural
+        word = word[: -2 if word.endswith(("sses", "ies")) else -1]
     word = _past(word)
     if word.endswith("y") and _has_vowel(word[:-1]):
         word = word[:-1] + "i"
@@ -70,12 +70,6 @@ def stem(word: str) -> str:
         if _measure(left) > 1 and (ending != "ion" or left.endswith(("s", "t"))):
             word = left
     return _final(word)
-
-
-def _plural(word: str) -> str:
-    if word.endswith(("sses", "ies")):
-        return word[:-2]
-    return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
 
 
 def _past(word: str) -> str:

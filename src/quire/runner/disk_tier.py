@@ -9,19 +9,20 @@ import struct
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from quire.core.step import DiskTierRead
 from quire.observe.logs import get_logger
-from quire.runner.transfer import HostArena
+from quire.runner.transfer import HostArena, WaitMoved
 
 MAGIC = b"QUIREKV1"
 HEADER = struct.Struct("<8s32s32sQ")  # magic, content hash, SHA-256 of the payload, its length
 CONTENT_NAME = re.compile("[0-9a-f]{64}")
 UNFINISHED = ".writing-"  # then the process id and a number
 QUEUED_WRITES = 64  # more are not taken: the loop never waits for a disk
+Parts = Sequence[memoryview]  # of a block's bytes: one for each rank
 NEWEST = 0.25  # how much the newest read counts
 MOVE_WAIT = 0.2  # seconds between looks at whether the engine ends
 
@@ -35,7 +36,7 @@ def settings_folder(folder: Path, *settings: object) -> Path:
 
 
 class FileDiskTier:
-    """One file per block, named by its content hash.
+    """One file per block, named by its content hash: the parts that all ranks have of it.
 
     Written under another name and renamed, so that a file with its own name is whole unless the machine failed. What is
     read is checked against its SHA-256 before it is reported. A writer and a reader thread do the work. A disk that is
@@ -43,18 +44,18 @@ class FileDiskTier:
     """
 
     def __init__(
-        self, folder: Path, arena: HostArena, wait_moved: Callable[[int, float], bool], max_bytes: int
+        self, folder: Path, arenas: Sequence[HostArena], wait_moved: WaitMoved, max_bytes: int
     ) -> None:
-        """Raises OSError where the folder cannot be made or written. `wait_moved` as TransferEngine has it."""
+        """Raises OSError where the folder cannot be made or written. `arenas`: every rank's."""
         self.folder = folder
-        self._arena = arena
+        self._arenas = arenas
         self._wait_moved = wait_moved
-        self._block_bytes = arena.block_bytes
+        self.block_bytes = sum(arena.block_bytes for arena in arenas)
         self._max_blocks = max_bytes // self.file_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, None] = OrderedDict()  # on the disk, least recently used first
-        self._writes: queue.Queue[tuple[bytes, int, memoryview, int, int] | None] = queue.Queue(QUEUED_WRITES)
-        self._reads: queue.SimpleQueue[tuple[bytes, int, memoryview] | None] = queue.SimpleQueue()
+        self._writes: queue.Queue[tuple[bytes, int, Parts, int, int] | None] = queue.Queue(QUEUED_WRITES)
+        self._reads: queue.SimpleQueue[tuple[bytes, int, Parts] | None] = queue.SimpleQueue()
         self._written: deque[int] = deque()
         self._ended: deque[DiskTierRead] = deque()
         self._something = threading.Event()
@@ -75,7 +76,7 @@ class FileDiskTier:
 
     @property
     def file_bytes(self) -> int:
-        return HEADER.size + self._block_bytes
+        return HEADER.size + self.block_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -91,17 +92,17 @@ class FileDiskTier:
         """Takes the host block to be written once the moves of `ticket` are made; False if it is too far behind."""
         if not self._can_write or self._writes.full():
             return False
-        self._writes.put_nowait((content, host, self._bytes_of(host), ticket, self._num_clears))
+        self._writes.put_nowait((content, host, self._parts_of(host), ticket, self._num_clears))
         return True
 
-    def put(self, content: bytes, payload: memoryview) -> bool:
+    def put(self, content: bytes, parts: Parts) -> bool:
         """Writes a block now, in the caller's thread; whether it is there."""
         if self._can_write:
-            self._keep(content, payload, self._num_clears)
+            self._keep(content, parts, self._num_clears)
         return self.has(content)
 
     def read(self, content: bytes, host: int) -> None:
-        self._reads.put((content, host, self._bytes_of(host)))
+        self._reads.put((content, host, self._parts_of(host)))
 
     def finished(self) -> tuple[list[int], list[DiskTierRead]]:
         """Host blocks that were written or skipped, and reads that ended, since the last call."""
@@ -137,33 +138,33 @@ class FileDiskTier:
         for thread in self._threads:
             thread.join(max(0.1, deadline - time.monotonic()))
 
-    def _bytes_of(self, host: int) -> memoryview:
+    def _parts_of(self, host: int) -> Parts:
         """The host block's own memory."""
-        return self._arena.blocks(host)[0].numpy().data
+        return [arena.blocks(host)[0].numpy().data for arena in self._arenas]
 
     # ------------------------------------------------------------------ threads
 
     def _write_all(self) -> None:
         while not self._closing and (job := self._writes.get()) is not None:
-            content, host, payload, ticket, num_clears = job
+            content, host, parts, ticket, num_clears = job
             while not (moved := self._wait_moved(ticket, MOVE_WAIT)) and not self._closing:
                 pass
             if moved and self._can_write and num_clears == self._num_clears:
-                self._keep(content, payload, num_clears)
+                self._keep(content, parts, num_clears)
             self._written.append(host)
             self._something.set()
 
-    def _keep(self, content: bytes, payload: memoryview, num_clears: int) -> None:
+    def _keep(self, content: bytes, parts: Parts, num_clears: int) -> None:
         if self.has(content):
             return
-        header = HEADER.pack(MAGIC, content, hashlib.sha256(payload).digest(), self._block_bytes)
+        header = HEADER.pack(MAGIC, content, _digest(parts), self.block_bytes)
         path = self._path(content)
         try:
             while (oldest := self._evicted()) is not None:
                 self._path(oldest).unlink(missing_ok=True)
             path.parent.mkdir(exist_ok=True)
             unfinished = self.folder / f"{UNFINISHED}{os.getpid()}-{next(self._numbers)}"
-            self._write_file(unfinished, [header, payload]).replace(path)
+            self._write_file(unfinished, [header, *parts]).replace(path)
         except OSError as error:
             self._can_write = False
             logger.warning(
@@ -199,9 +200,9 @@ class FileDiskTier:
 
     def _read_all(self) -> None:
         while not self._closing and (job := self._reads.get()) is not None:
-            content, host, payload = job
+            content, host, parts = job
             started = time.perf_counter()
-            fine = self._fill(content, payload)
+            fine = self._fill(content, parts)
             seconds = time.perf_counter() - started
             if fine:
                 before = self._read_seconds
@@ -215,22 +216,22 @@ class FileDiskTier:
             self._ended.append(DiskTierRead(content, host, fine))
             self._something.set()
 
-    def _fill(self, content: bytes, payload: memoryview) -> bool:
+    def _fill(self, content: bytes, parts: Parts) -> bool:
         """Reads a content into memory; False if it is gone, cut short or changed, and then the file goes too."""
         path = self._path(content)
         try:
             with open(path, "rb", buffering=0) as file:
                 header = file.read(HEADER.size)
                 magic, named, digest, size = HEADER.unpack(header)
-                if (magic, named, size) != (MAGIC, content, self._block_bytes):
+                if (magic, named, size) != (MAGIC, content, self.block_bytes):
                     raise ValueError("its header is of another block")
-                rest = payload
-                while rest:
-                    count = file.readinto(rest)
-                    if not count:
-                        raise ValueError("it is cut short")
-                    rest = rest[count:]
-            if hashlib.sha256(payload).digest() != digest:
+                for rest in parts:
+                    while rest:
+                        count = file.readinto(rest)
+                        if not count:
+                            raise ValueError("it is cut short")
+                        rest = rest[count:]
+            if _digest(parts) != digest:
                 raise ValueError("its bytes have changed")
             os.utime(path)
         except (OSError, ValueError, struct.error) as error:
@@ -269,6 +270,13 @@ class FileDiskTier:
                         Path(file.path).unlink(missing_ok=True)
         for _, content in sorted(files):
             self._known[content] = None
+
+
+def _digest(parts: Parts) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def _emptied(finished: deque) -> Iterator:

@@ -126,8 +126,7 @@ class StageRunner(RankRunner):
         if collects and self.part.group.rank == 0:
             elapsed = time.perf_counter() - self._started
             full = f"{steps / collects:.2f} steps in flight on average, " if self.part.is_first else ""
-            waited = 100 * self._ops.stage.waited / elapsed
-            stage = self.part.stages.rank
+            waited, stage = 100 * self._ops.stage.waited / elapsed, self.part.stages.rank
             log.info("pipeline  stage %d: %sbubbles %.0f%% of %.1f s", stage, full, waited, elapsed)
 
 

@@ -91,8 +91,9 @@ class HostArena:
         return huge_pages.zeros(num_blocks, self.block_bytes, dtype=torch.uint8)
 
 
-# Opens the disk tier behind host blocks, from them and TransferEngine.wait_moved; None where it cannot be used.
-OpenDiskTier = Callable[[HostArena, Callable[[int, float], bool]], "FileDiskTier | None"]
+WaitMoved = Callable[[int, float], bool]  # TransferEngine.wait_moved
+# Opens the disk tier behind host blocks; None where it cannot be used.
+OpenDiskTier = Callable[[HostArena, WaitMoved], "FileDiskTier | None"]
 
 
 class TransferEngine:
@@ -106,12 +107,15 @@ class TransferEngine:
     On a CPU the runner's thread copies, in the same order.
     """
 
-    def __init__(self, pool: Pool, num_host_blocks: int, open_disk_tier: OpenDiskTier | None = None) -> None:
-        """`open_disk_tier` is given the host blocks and `wait_moved`; what it opens is closed with this."""
+    def __init__(
+        self, pool: Pool, hosts: int | HostArena, open_disk_tier: OpenDiskTier | None = None
+    ) -> None:
+        """`hosts`: host blocks, or how many to make. `open_disk_tier` is given them and `wait_moved`; what it opens is
+        closed with this."""
         self._data = pool.data
         self._device = pool.data.device
         on_gpu = self._device.type == "cuda"
-        self.arena = HostArena(pool.layout.block_bytes, num_host_blocks, pinned=on_gpu)
+        self.arena = HostArena(pool.layout.block_bytes, hosts, on_gpu) if isinstance(hosts, int) else hosts
         # all that is written into blocks beside the passes is queued here, and so in order; None on a CPU
         self.stream = side_stream(self._device) if on_gpu else None
         self._leaving: dict[int, torch.cuda.Event] = {}  # by block: when its copy is made

@@ -102,6 +102,10 @@ async def _on_http(routes: Sequence[APIRoute], request: Request, error: Exceptio
     if isinstance(cause, ApiError):  # raised while the body was read
         return error_reply(request.scope, cause)
     code, message, headers = None, str(error.detail), dict(error.headers or {})
+    if isinstance(cause, UnicodeDecodeError):
+        message = f"the body is no valid {cause.encoding} at byte {cause.start}: send UTF-8, uncompressed"
+    elif isinstance(cause, RecursionError):
+        message = "the body nests too deeply to be read: send fewer levels"
     if error.status_code == 404:
         code, message = "not_found", f"there is no {request.url.path} here: GET /docs shows what there is"
     elif error.status_code == 405:

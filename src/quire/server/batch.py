@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,14 +301,11 @@ class BatchRun:
                 self._malformed(line, f"has the custom_id {line.custom_id!r}, which an earlier line has")
             else:
                 self._seen.add(line.custom_id)
-                await self._take(line, waiting)
-
-    async def _take(self, line: BatchLine, waiting: "asyncio.Queue[BatchLine | None]") -> None:
-        if line.custom_id in self._rows.finished:
-            self.summary.num_skipped += 1
-            self._on_row(self.summary)
-        else:
-            await waiting.put(line)
+                if line.custom_id in self._rows.finished:
+                    self.summary.num_skipped += 1
+                    self._on_row(self.summary)
+                else:
+                    await waiting.put(line)
 
     async def _work(self, waiting: "asyncio.Queue[BatchLine | None]") -> None:
         while (line := await waiting.get()) is not None:
@@ -317,12 +314,9 @@ class BatchRun:
             else:
                 async with self._slots:
                     response = await self._ask(line)
-            self._count(response)
-            self._write(
-                answer_row(
-                    line, response.status_code, response.headers.get("X-Request-Id", ""), _content(response)
-                )
-            )
+            content, request_id = _content(response), response.headers.get("X-Request-Id", "")
+            self._count(response.status_code, content)
+            self._write(answer_row(line, response.status_code, request_id, content))
 
     async def _ask(self, line: BatchLine) -> httpx.Response:
         """Sends the request; retries it if the engine died meanwhile."""
@@ -349,18 +343,15 @@ class BatchRun:
             await asyncio.sleep(0.2)
         return True
 
-    def _count(self, response: httpx.Response) -> None:
-        content = _content(response)
-        if response.status_code == 200:
-            usage = content.get("usage") or {}
+    def _count(self, status: int, content: Any) -> None:
+        if status == 200:
+            num_prompt, num_output = token_counts(content.get("usage") or {})
             self.summary.num_answered += 1
-            self.summary.num_prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-            self.summary.num_output_tokens += (
-                usage.get("completion_tokens") or usage.get("output_tokens") or 0
-            )
+            self.summary.num_prompt_tokens += num_prompt
+            self.summary.num_output_tokens += num_output
         else:
             error = content.get("error") or {}
-            self.summary.refused[f"HTTP {response.status_code} {error.get('code') or ''}".strip()] += 1
+            self.summary.refused[f"HTTP {status} {error.get('code') or ''}".strip()] += 1
 
     def _malformed(self, line: BatchLine | BadLine, message: str) -> None:
         self.summary.num_malformed += 1
@@ -369,6 +360,12 @@ class BatchRun:
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.write(row)
         self._on_row(self.summary)
+
+
+def token_counts(usage: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer, in the words of any of the endpoints."""
+    num_output = usage.get("completion_tokens") or usage.get("output_tokens") or 0
+    return usage.get("prompt_tokens") or usage.get("input_tokens") or 0, num_output
 
 
 def _content(response: httpx.Response) -> Any:

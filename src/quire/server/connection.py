@@ -3,11 +3,13 @@ a body's size, values and texts, before it is parsed."""
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -27,7 +29,40 @@ class _Stage(Enum):
     BODY = 2
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
+class Http1Protocol(HttpToolsProtocol):
+    """Answers clients that offer HTTP/2 (Java's, `curl --http2`) or a WebSocket in HTTP/1.1."""
+
+    _data = b""  # the piece that is being parsed
+
+    def data_received(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+        self._data = b""
+
+    def on_headers_complete(self) -> None:
+        if not self._offers_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade:
+            super().on_message_complete()
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser takes what is behind such a head for another protocol: it gets the head without the offer."""
+        stop = sys.exception()
+        if isinstance(stop, HttpParserUpgrade) and self._offers_upgrade:
+            version = self.parser.get_http_version().encode()
+            line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+            kept = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = HttpRequestParser(self)
+            self.data_received(b"\r\n".join([line, *kept, b"", self._data[stop.args[0] :]]))
+
+
+class BoundedHttpProtocol(Http1Protocol):
     """uvicorn's protocol with limits: headers of `max_header_bytes` (431), complete within `header_timeout`, and a body
     that keeps arriving (408). A request that arrives in one piece costs no timer."""
 
@@ -139,10 +174,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_head(self, num_bytes: int) -> None:
         limit = self._settings.max_header_bytes
-        message = (
-            f"the headers have {num_bytes} bytes or more and {limit} are allowed: shorten them, or raise "
-        )
-        message += "--max-header-bytes"
+        remedy = "shorten them, or raise --max-header-bytes"
+        message = f"the headers have {num_bytes} bytes or more and {limit} are allowed: {remedy}"
         self._refuse(ApiError(431, message, code="headers_too_large"), may_interrupt=False)
 
     def _refuse_time(self, what: str, name: str, seconds: float) -> None:
@@ -154,17 +187,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_refused = True
         self._num_bytes = 0
         self._disarm()
-        has_begun = (
-            self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        )
-        if has_begun or (self._is_answering and not may_interrupt):
+        if self._is_answering and (self.cycle.response_started or not may_interrupt):
             self.transport.close()
             return
         body = json.dumps(error.body()).encode()
-        headers = (
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(STATUS_LINE[error.status] + headers.encode() + body)
+        headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.status] + headers % len(body) + body)
         if self._is_answering:
             self.cycle.disconnected = True  # the application has nothing to add
             self.cycle.message_event.set()
@@ -236,9 +264,7 @@ def limited(
         if seen > SMALL_BODY:
             weight += piece.count(b",") + LIST_WEIGHT * piece.count(b"[") + OBJECT_WEIGHT * piece.count(b"{")
             if weight > limit // VALUE_BYTES:
-                raise _too_large(
-                    f"holds too many JSON values for {limit} bytes: send fewer lists and objects"
-                )
+                raise _too_large(f"holds too many JSON values for {limit} bytes: send fewer lists or objects")
             texts = text_limit()
             if texts is not None and lengths.longest(piece) > texts.max_characters:
                 raise texts.error

@@ -23,7 +23,7 @@ from quire.server.encoder_requests import (
     new_id,
     token_ids,
 )
-from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
+from quire.server.protocol.models import Embedding, EmbeddingList, EmbeddingRequest
 from quire.server.protocol.scoring import (
     ClassifiedTexts,
     ClassifyRequest,
@@ -56,27 +56,15 @@ def embeddings_router(service: Service) -> APIRouter:
     @router.post(EMBEDDINGS, responses=answers(EmbeddingList))
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         """One vector for each text."""
-        service.refuse_if_draining()  # before an encoder is started for it
-        encoder = await service.encoder_named(body.model, EMBEDDINGS)
-        vectors = encoder.vectors
-        _check_dimensions(body.dimensions, encoder.names[0], vectors.width)
-        service.check_room(encoder.client)
-        keep = kept_tokens(service, encoder, body.truncate_prompt_tokens)
-        prompted = with_prompt(as_list(body.input), vectors, body.prompt_name)
-        texts = await token_ids(prompted, encoder, keep, body.add_special_tokens)
-        pooled = await encoded(service, encoder, EmbedRequest(new_id("embd"), texts), request)
-        num_tokens = sum(vector.num_tokens for vector in pooled)
+        model, vectors, num_tokens = await embedded(service, request, body)
+        data: list[Embedding] = [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors)
+        ]
         listed: EmbeddingList = {
             "object": "list",
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": item.index,
-                    "embedding": encode_vector(item.vector, body.encoding_format, body.dimensions),
-                }
-                for item in pooled
-            ],
-            "model": encoder.names[0],
+            "data": data,
+            "model": model,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return JsonReply(listed)
@@ -84,31 +72,40 @@ def embeddings_router(service: Service) -> APIRouter:
     return router
 
 
-def _check_dimensions(dimensions: int | None, model: str, width: int) -> None:
-    if dimensions is not None and not 1 <= dimensions <= width:
+async def embedded(
+    service: Service, request: Request, body: EmbeddingRequest
+) -> tuple[str, list[list[float] | str], int]:
+    """The model's name, a vector for each text, and the number of tokens."""
+    service.refuse_if_draining()  # before an encoder is started for it
+    encoder = await service.encoder_named(body.model, EMBEDDINGS)
+    dimensions, vectors, name = body.dimensions, encoder.vectors, encoder.names[0]
+    if dimensions is not None and not 1 <= dimensions <= vectors.width:
         raise InvalidRequest(
-            f"dimensions={dimensions} is outside 1 to {width}, the size of {model}'s vectors: change it",
+            f"dimensions={dimensions} is outside 1 to {vectors.width}, the size of {name}'s vectors: change it",
             "dimensions",
         )
+    service.check_room(encoder.client)
+    keep = kept_tokens(service, encoder, body.truncate_prompt_tokens)
+    prompted = with_prompt(as_list(body.input), vectors, body.prompt_name)
+    texts = await token_ids(prompted, encoder, keep, body.add_special_tokens)
+    pooled = await encoded(service, encoder, EmbedRequest(new_id("embd"), texts), request)
+    made = [encode_vector(item.vector, body.encoding_format, dimensions) for item in pooled]
+    return name, made, sum(item.num_tokens for item in pooled)
 
 
 def encode_vector(vector: bytes, encoding: str, dimensions: int | None) -> list[float] | str:
     """`vector` is float32 in this machine's order; base64 is little-endian, as OpenAI's clients read it."""
     numbers = array("f", vector)
     if dimensions is not None and dimensions < len(numbers):
-        numbers = _shortened(numbers, dimensions)
+        numbers = numbers[:dimensions]
+        length = math.sqrt(sum(number * number for number in numbers))
+        if length:  # zeros stay zeros; others have length one again
+            numbers = array("f", (number / length for number in numbers))
     if encoding == "float":
         return numbers.tolist()
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode("ascii")
-
-
-def _shortened(numbers: "array[float]", dimensions: int) -> "array[float]":
-    """The first of them, scaled to length one again; zeros stay zeros."""
-    kept = numbers[:dimensions]
-    length = math.sqrt(sum(number * number for number in kept))
-    return array("f", (number / length for number in kept)) if length else kept
 
 
 # ---------------------------------------------------------------------- scores
@@ -134,13 +131,8 @@ class Scored:
 
 def _head(request_id: str, model: str, num_tokens: int) -> dict[str, Any]:
     usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-    return {
-        "id": request_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": model,
-        "usage": usage,
-    }
+    head = {"id": request_id, "object": "list", "created": int(time.time())}
+    return {**head, "model": model, "usage": usage}
 
 
 def scoring_router(service: Service) -> APIRouter:
@@ -174,9 +166,7 @@ def scoring_router(service: Service) -> APIRouter:
                 "text_1",
             )
         scored = await _scored(service, SCORE, body, first, second, request)
-        data = [
-            {"index": index, "object": "score", "score": score} for index, score in enumerate(scored.scores)
-        ]
+        data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scored.scores)]
         return JsonReply({**_head(scored.id, scored.model, scored.num_tokens), "data": data})
 
     @router.post(RERANK, responses=answers(RerankedDocuments))
@@ -225,9 +215,8 @@ async def _scored(
         check_limits(EmbedRequest(request_id, made), encoder, part.param)
         rows += made
     embed = EmbedRequest(request_id, rows)
-    vectors = [
-        array("f", text.vector) for text in await encoded(service, encoder, embed, request, second.param)
-    ]
+    pooled = await encoded(service, encoder, embed, request, second.param)
+    vectors = [array("f", text.vector) for text in pooled]
     lefts, rights = vectors[: len(first.texts)], vectors[len(first.texts) :]
 
     def cosines() -> list[float]:

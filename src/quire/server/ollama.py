@@ -19,17 +19,15 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.config import Task
 from quire.core.errors import InvalidRequest
-from quire.core.request import EmbedRequest
-from quire.server.encoder_requests import encoded, encoder_with_room, kept_tokens, new_id, token_ids
-from quire.server.encoders import EMBEDDINGS, encode_vector
-from quire.server.errors import ApiError
+from quire.server.encoders import embedded
+from quire.server.errors import ApiError, validated
+from quire.server.generation import Generation
 from quire.server.protocol.base import Many, Usage
+from quire.server.protocol.models import EmbeddingRequest
 from quire.server.reply import EventStream, JsonReply
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.server.translation import TranslatedEvents, build_whole, call_input, string_field, translated_chat
-from quire.text.encoder_texts import with_prompt
-from quire.text.prompts import as_list
 
 OLLAMA_VERSION = "0.12.0"  # of Ollama's API that this follows: some clients refuse older ones
 _OPTIONS = {  # theirs -> a chat's
@@ -113,12 +111,13 @@ def ollama_router(service: Service) -> APIRouter:
     @router.post("/api/embed")
     async def embed(body: OllamaEmbed, request: Request) -> Response:
         """One vector for each text."""
-        vectors, num_tokens, model, seconds = await _embedded(service, body, request)
+        began = time.perf_counter()
+        vectors, num_tokens = await _embedded(service, body, request)
         return JsonReply(
             {
-                "model": model,
+                "model": body.model,
                 "embeddings": vectors,
-                "total_duration": int(1e9 * seconds),
+                "total_duration": int(1e9 * (time.perf_counter() - began)),
                 "load_duration": 0,
                 "prompt_eval_count": num_tokens,
             }
@@ -233,27 +232,19 @@ async def _answer(
     service: Service, request: Request, fields: dict[str, Any], body: _OllamaRequest, is_chat: bool
 ) -> Response:
     reply = await translated_chat(service, request, fields, _NAMES)
-    builder = AnswerBuilder(body.model, is_chat)
+    builder = AnswerBuilder(body.model, is_chat, reply.generation)
     if body.stream:
         return LineStream(TranslatedEvents(reply, builder, _NAMES, encode=lines), reply.response_id)
     await build_whole(reply, builder, _NAMES)
     return JsonReply(builder.whole)
 
 
-async def _embedded(
-    service: Service, body: OllamaEmbed, request: Request
-) -> tuple[list[Any], int, str, float]:
-    """(vectors, tokens, the model's name, seconds)."""
-    began = time.perf_counter()
-    encoder = await encoder_with_room(service, _plain(service, body.model), EMBEDDINGS)
-    width = encoder.vectors.width
-    if body.dimensions is not None and not 1 <= body.dimensions <= width:
-        raise InvalidRequest(f"dimensions={body.dimensions} is outside 1 to {width}: change it", "dimensions")
-    keep = kept_tokens(service, encoder, -1 if body.truncate else None)
-    texts = await token_ids(with_prompt(as_list(body.input), encoder.vectors, None), encoder, keep, True)
-    pooled = await encoded(service, encoder, EmbedRequest(new_id("embd"), texts), request)
-    vectors = [encode_vector(item.vector, "float", body.dimensions) for item in pooled]
-    return vectors, sum(item.num_tokens for item in pooled), body.model, time.perf_counter() - began
+async def _embedded(service: Service, body: OllamaEmbed, request: Request) -> tuple[list[Any], int]:
+    """The vectors, and the number of tokens."""
+    fields = {"model": _plain(service, body.model), "input": body.input, "dimensions": body.dimensions}
+    fields["truncate_prompt_tokens"] = -1 if body.truncate else None
+    _, vectors, num_tokens = await embedded(service, request, validated(EmbeddingRequest, fields))
+    return vectors, num_tokens
 
 
 # ---------------------------------------------------------------------- answers
@@ -262,10 +253,8 @@ async def _embedded(
 class AnswerBuilder:
     """A chat's deltas as records of Ollama's: one for each piece of text, the last with counts and times."""
 
-    def __init__(self, model: str, is_chat: bool) -> None:
-        self._model, self._is_chat = model, is_chat
-        self._began = time.perf_counter_ns()
-        self._first: int | None = None  # when the first token came
+    def __init__(self, model: str, is_chat: bool, generation: Generation) -> None:
+        self._model, self._is_chat, self._generation = model, is_chat, generation
         self._text = self._thinking = ""
         self._calls: dict[int, dict[str, str]] = {}  # by the chat's number
         self.whole: dict[str, Any] = {}
@@ -274,8 +263,6 @@ class AnswerBuilder:
         return []
 
     def take(self, delta: dict[str, Any], _logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        if self._first is None:
-            self._first = time.perf_counter_ns()
         text, thinking = delta.get("content") or "", delta.get("reasoning_content") or ""
         self._text += text
         self._thinking += thinking
@@ -289,8 +276,9 @@ class AnswerBuilder:
     def end(
         self, finish_reason: str | None, _stop_reason: int | str | None, usage: Usage
     ) -> list[dict[str, Any]]:
-        now = time.perf_counter_ns()
-        first = self._first or now
+        answer, now = self._generation.answers[0], time.monotonic()
+        first = answer.first_token or now
+        prompt_ns, answer_ns = int((first - answer.arrival) * 1e9), int((now - first) * 1e9)
         calls = [
             {"function": {"name": call["name"], "arguments": call_input(call["arguments"])}}
             for _, call in sorted(self._calls.items())
@@ -299,12 +287,12 @@ class AnswerBuilder:
         counts = {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
-            "total_duration": now - self._began,
+            "total_duration": prompt_ns + answer_ns,
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": first - self._began,
+            "prompt_eval_duration": prompt_ns,
             "eval_count": usage["completion_tokens"],
-            "eval_duration": now - first,
+            "eval_duration": answer_ns,
         }
         self.whole = {**self._record(self._text, self._thinking, calls), **counts}
         return [*before, {**self._record("", "", ()), **counts}]

@@ -1,18 +1,17 @@
 """RequestTemplates: chat templates that came with requests, rendered in sandboxed processes."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from quire.core.errors import InvalidRequest
+from quire.observe.bounded import BoundedProcess
 from quire.server.errors import ApiError
 
+WORKER = "quire.server.template_worker"
 SECONDS = 2.0  # for one rendering; an honest template takes a millisecond
 MAX_CHARACTERS = 4_000_000  # of rendered text
 START_SECONDS = 20.0  # for a worker to come up on a busy machine
@@ -33,9 +32,9 @@ class Rendering:
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
 
-    def line(self) -> bytes:
-        job = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({**job, "variables": self.variables or {}}).encode() + b"\n"
+    def job(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {**values, "variables": self.variables or {}}
 
 
 class RequestTemplates:
@@ -43,13 +42,12 @@ class RequestTemplates:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._idle: list[asyncio.subprocess.Process] = []
+        self._idle: list[BoundedProcess] = []
         self._room = asyncio.Semaphore(NUM_WORKERS)
         self._num_waiting = 0
 
     async def render(self, rendering: Rendering) -> str:
         """The text. Raises InvalidRequest with the reason, or 429 if too many wait for a worker."""
-        line = await asyncio.to_thread(rendering.line)
         if self._num_waiting >= MAX_WAITING:
             raise ApiError(
                 429,
@@ -63,7 +61,7 @@ class RequestTemplates:
         finally:
             self._num_waiting -= 1
         try:
-            answer = await self._answered(line)
+            answer = await self._answered(rendering.job())
         finally:
             self._room.release()
         if "error" in answer:
@@ -74,59 +72,29 @@ class RequestTemplates:
         """Ends idle workers; one at work ends by its own alarm."""
         while self._idle:
             worker = self._idle.pop()
-            _kill(worker)
-            await worker.wait()
+            worker.process.kill()
+            await asyncio.to_thread(worker.close)
 
-    async def _answered(self, line: bytes) -> dict[str, Any]:
+    async def _answered(self, job: dict[str, Any]) -> dict[str, Any]:
         worker = self._idle.pop() if self._idle else None
-        if worker is None or worker.returncode is not None:
-            worker = await self._started()
+        if worker is None or not worker.is_alive:
+            env = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            arguments = (self._seconds, MAX_CHARACTERS)
+            worker = await asyncio.to_thread(BoundedProcess, WORKER, *arguments, env=env)
         try:
-            answer = await self._asked(worker, line)
-            if answer is None:
-                return {"error": self._why_it_ended(await worker.wait()), "param": "chat_template"}
+            # it keeps its own time; the limit here is for one that cannot
+            reply = await asyncio.to_thread(worker.ask, job, self._seconds + START_SECONDS)
         except BaseException:  # cancelled, perhaps: the worker may be anywhere in its work
-            _kill(worker)
+            worker.process.kill()
+            asyncio.get_running_loop().run_in_executor(None, worker.close)
             raise
+        if reply is None:
+            code = await asyncio.to_thread(worker.close)
+            return {"error": self._why_it_ended(code), "param": "chat_template"}
         self._idle.append(worker)
-        return answer
-
-    async def _asked(self, worker: asyncio.subprocess.Process, line: bytes) -> dict[str, Any] | None:
-        """None: the worker is gone. It keeps its own time, so that it ends even if this process does not see to it;
-        the wait here is for one that cannot."""
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        try:
-            async with asyncio.timeout(self._seconds + START_SECONDS):
-                with suppress(BrokenPipeError, ConnectionResetError):
-                    worker.stdin.write(line)
-                    await worker.stdin.drain()
-                reply = await worker.stdout.readline()
-        except (TimeoutError, ValueError):  # stopped, or a line beyond all bounds
-            _kill(worker)
-            return None
-        return json.loads(reply) if reply.endswith(b"\n") else None
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "quire.server.template_worker",
-            str(self._seconds),
-            str(MAX_CHARACTERS),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=12 * MAX_CHARACTERS + 1000,  # a character takes up to twelve bytes in JSON
-            env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-        )
+        return reply[0]
 
     def _why_it_ended(self, code: int) -> str:
         if code == -signal.SIGALRM:
             return f"the chat template took longer than {self._seconds:g} s: does it loop?"
         return f"the chat template broke the process that rendered it (exit code {code})"
-
-
-def _kill(worker: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        worker.kill()

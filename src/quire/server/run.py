@@ -142,9 +142,7 @@ class DrainingServer(uvicorn.Server):
             and self._num_signals < 2
         ):
             await asyncio.sleep(0.05)
-        fault = Unavailable(
-            f"the server shut down, and the answer took longer than {timeout:g} s", "shutting_down"
-        )
+        fault = Unavailable("the server shut down before the end: send the request again", "shutting_down")
         aborted = sum(engine.fail_open(fault) for engine in engines)
         if aborted:
             log.warning("%d requests were aborted", aborted)
@@ -156,17 +154,10 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
         http=partial(BoundedHttpProtocol, settings),  # type: ignore[arg-type]
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        timeout_graceful_shutdown=LAST_BYTES_SECONDS,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+        lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
+        ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=LAST_BYTES_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
+    )  # fmt: skip
 
 
 def bind(settings: ServerSettings, shared: bool = False) -> socket.socket:
@@ -232,7 +223,7 @@ def report_serving(settings: ServerSettings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     shown = f"[{host}]" if ":" in host else host
-    log.info("serving   %s://%s:%d%s/v1", scheme, shown, port, settings.root_path)
+    log.info("serving   %s://%s:%d%s/v1", scheme, shown, port, settings.root_path.rstrip("/"))
 
 
 def _keys_report(settings: ServerSettings) -> str:

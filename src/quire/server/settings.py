@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from ssl import PROTOCOL_TLS_SERVER, SSLContext
 
 from quire.core.config import setting
 from quire.core.errors import ConfigError
@@ -10,6 +11,7 @@ from quire.text.reasoning import REASONING_PARSERS
 from quire.text.tool_formats import TOOL_PARSERS
 
 PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
+BOUNDS = ("max_body_bytes", "max_file_bytes", "max_header_bytes", "max_queue_requests", "max_queue_tokens")
 MAX_PROCESSES = 64
 SWITCH = {"action": "store_true"}  # a flag that has no --no- form
 
@@ -31,7 +33,7 @@ class ServerSettings:
     )
     port: int = setting(8000, "port, 0 for any free one")
     api_server_count: int = setting(
-        1, "HTTP processes on the port, all with the one engine (default: 1; more keep nothing in memory)"
+        1, "HTTP processes on the port, for one engine; more than one store no files and responses"
     )
     root_path: str = setting("", "path prefix that a proxy adds", metavar="PATH")
     ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS", metavar="FILE")
@@ -67,10 +69,10 @@ class ServerSettings:
         1000, "responses, chat completions (store: true) and conversations kept in memory"
     )  # 0 keeps none
     max_stored_responses_bytes: int = setting(
-        256 << 20, "their maximum size (default: 256MiB)", metavar="BYTES"
+        256 << 20, "maximum size of all of these (default: 256MiB)", metavar="BYTES"
     )
     max_stored_responses_seconds: float = setting(
-        30 * 86400.0, "seconds for which unused ones are kept (default: 30 days)"
+        30 * 86400.0, "seconds for which they are kept unused (default: 30 days)"
     )
     shutdown_timeout: float = setting(25, "seconds to finish running requests after SIGTERM")
     max_header_bytes: int = setting(
@@ -127,7 +129,7 @@ class ServerSettings:
     )  # and of a part of one
     data_parallel_size: int = setting(
         1,
-        "engines that serve the model, each on its own GPU or with its share of the cores",
+        "replicas: engines that serve the model, each on its own GPU or with its share of the cores",
         *("--data-parallel-size", "-dp"),
     )
     data_parallel_backend: str = setting(
@@ -137,22 +139,22 @@ class ServerSettings:
         metavar="NAME",
     )
     ray_address: str | None = setting(
-        None, "HOST:PORT of the Ray cluster (default: this machine's)", metavar="RAY_ADDRESS"
+        None, "head of the Ray cluster (default: the cluster of this machine)", metavar="HOST:PORT"
     )
     data_parallel_rpc_port: int = setting(
         0,
-        "with ray: port for the first engine's connection, the others' follow (default: any free ones)",
+        "with ray: port for the first engine's connection; others take the next ones (default: any free ones)",
         metavar="PORT",
     )
     roles: tuple[str, ...] = setting(
         (),
-        "role of each of them: prefill computes prompts, decode the answers, both does both",
+        "role of each replica: prefill computes prompts, decode the answers, both does both",
         metavar="ROLE,…",
         type=_separated,
     )
     routing_policy: str = setting(
         "prefix-work",
-        "which of them gets a request: prefix-work, least-work, least-requests or round-robin",
+        "which replica gets a request: prefix-work, least-work, least-requests or round-robin",
         metavar="NAME",
     )
     log_requests: bool = setting(False, "log one line for each request", **SWITCH)
@@ -175,6 +177,8 @@ class ServerSettings:
         return self.data_dir != "none" and self.api_server_count == 1
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for any network")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
         if self.api_server_count != 1:
@@ -184,11 +188,9 @@ class ServerSettings:
             raise ConfigError(f"data_parallel_backend={self.data_parallel_backend!r}: choose mp or ray")
         if self.data_parallel_backend == "mp" and (self.ray_address or self.data_parallel_rpc_port):
             raise ConfigError("ray_address and data_parallel_rpc_port need data_parallel_backend=ray")
-        if not 0 <= self.data_parallel_rpc_port <= 65536 - count:
-            raise ConfigError(
-                f"data_parallel_rpc_port={self.data_parallel_rpc_port} is outside 0 to {65536 - count} "
-                "(0: any free ones)"
-            )
+        first, last = self.data_parallel_rpc_port, 65536 - count
+        if not 0 <= first <= last:
+            raise ConfigError(f"data_parallel_rpc_port={first} is outside 0 to {last} (0: any free ones)")
         if self.roles and (count == 1 or len(self.roles) != count or set(self.roles) == {"prefill"}):
             raise ConfigError(
                 f"roles={','.join(self.roles)} and data_parallel_size={count}: name a role, prefill, decode or both, "
@@ -196,6 +198,14 @@ class ServerSettings:
             )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
+        if self.ssl_certfile is not None:
+            try:
+                SSLContext(PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:
+                pair = f"ssl_certfile={self.ssl_certfile!r} and ssl_keyfile={self.ssl_keyfile!r}"
+                raise ConfigError(f"{pair}: {error}: give a certificate and its key as PEM files") from error
+        if self.root_path[:1] not in ("", "/"):
+            raise ConfigError(f"root_path={self.root_path!r} begins with no slash: give /{self.root_path}")
         if self.vector_store is not None and not self.vector_store.startswith(("qdrant://", "qdrants://")):
             raise ConfigError(
                 f"vector_store={self.vector_store!r}: write qdrant://HOST:6333, or qdrants:// for TLS"
@@ -203,26 +213,18 @@ class ServerSettings:
         choose_formats(None, self.tool_call_parser, self.reasoning_parser)
         if not all(self.aliases) or not all(self.served_names):
             raise ConfigError("served_model_name or model_alias is empty: give a name")
-        for name in (
-            *PER_KEY,
-            "max_body_bytes",
-            "max_file_bytes",
-            "max_header_bytes",
-            "max_queue_requests",
-            "max_queue_tokens",
-        ):
+        for name in (*PER_KEY, *BOUNDS):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise ConfigError(f"request_timeout={self.request_timeout} must be more than 0 seconds")
         if self.sse_keep_alive < 0:
             raise ConfigError(f"sse_keep_alive={self.sse_keep_alive} must not be negative (0: no comments)")
         if self.keep_alive is not None and self.keep_alive <= 0:
             raise ConfigError(f"keep_alive={self.keep_alive:g} must be more than 0 seconds (-1: never ends)")
-        for name in ("engine_timeout", "header_timeout", "body_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be more than 0 seconds")
+        for name in ("engine_timeout", "header_timeout", "body_timeout", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} must be more than 0 seconds")
         for name in ("max_stored_responses", "max_stored_responses_bytes", "max_stored_responses_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 keeps none)")
@@ -246,15 +248,11 @@ class ServerSettings:
                 f"data_parallel_size={self.data_parallel_size} needs one HTTP process, which knows what each replica "
                 f"has to do, and api_server_count={count}: leave one out, or start several servers behind quire route"
             )
-        for name in PER_KEY:
+        for name in (*PER_KEY, "keep_alive"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name} is counted in one process and api_server_count={count}: leave one of them out"
                 )
-        if self.keep_alive is not None:
-            raise ConfigError(
-                f"keep_alive={self.keep_alive:g} needs one process and api_server_count={count}"
-            )
         if self.max_stored_responses:
             raise ConfigError(
                 f"max_stored_responses={self.max_stored_responses} are kept in one process and "

@@ -70,8 +70,8 @@ class JsonArrayParser(CallParser):
         super().__init__(self._before_array)
 
     def finish(self) -> list[Piece]:
-        if self.state == self._behind_array:
-            self.written = []
+        if self.num_calls and self.state != self.show_rest:
+            self.written = []  # brackets, and a call behind others that broke off before its arguments
         return super().finish()
 
     def _before_array(self) -> bool:

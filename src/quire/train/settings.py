@@ -33,23 +33,21 @@ class TrainSettings:
         None, "tokens computed at a time; a step sums gradients over several (default: auto)"
     )
     learning_rate: float | None = setting(None, "highest rate (default: auto)")
-    learning_rate_multiplier: float = setting(1.0, "of the automatic rate (default: 1)")
-    schedule: str = setting("cosine", "of the rate after the warm-up", choices=SCHEDULES)
+    learning_rate_multiplier: float = setting(1.0, "factor of the automatic rate (default: 1)")
+    schedule: str = setting("cosine", "course of the rate after the warm-up", choices=SCHEDULES)
     warmup: float = setting(0.05, "share of the steps in which the rate rises")
     clip: float = setting(1.0, "largest norm of a gradient (default: 1.0; 0: none)")
-    weight_decay: float = setting(0.0, "of AdamW (default: 0)")
+    weight_decay: float = setting(0.0, "weight decay of AdamW (default: 0)")
     optimizer: str = setting("adamw", "AdamW with states in 32 or 8 bits", choices=tuple(BITS))
-    max_length: int | None = setting(
-        None, "tokens of an example at most (default: the context, at most 4096)"
-    )
+    max_length: int | None = setting(None, "most tokens of an example (default: the context, at most 4096)")
     validation_split: float = setting(0.1, "share of the data that is held out")
-    beta: float = setting(0.1, "of dpo")
+    beta: float = setting(0.1, "beta of dpo")
     seed: int = setting(0, "the same seed gives the same adapter")
     checkpoint_steps: int | None = setting(None, "steps between checkpoints (default: ten in all)")
-    keep_checkpoints: int = setting(3, "newest ones that stay")
-    rank: int = setting(16, "of every matrix", "--rank", "-r")
-    alpha: float | None = setting(None, "scale times rank (default: twice the rank)")
-    dropout: float = setting(0.0, "of the adapter's inputs (default: 0)")
+    keep_checkpoints: int = setting(3, "newest checkpoints that are kept")
+    rank: int = setting(16, "rank of the adapter", "--rank", "-r")
+    alpha: float | None = setting(None, "scale of the adapter times its rank (default: twice the rank)")
+    dropout: float = setting(0.0, "dropout of the adapter's inputs (default: 0)")
     targets: tuple[str, ...] = setting(
         (ALL,),
         "linear layers to adapt, such as q_proj v_proj (default: all-linear)",
@@ -59,7 +57,7 @@ class TrainSettings:
     )
     qlora: bool | None = setting(
         None,
-        "the base in 4 bits: NF4, or its own blocks (default: where the checkpoint has fewer than 8 bits)",
+        "keep the base in 4 bits: NF4, or its own blocks (default: if the checkpoint has fewer than 8 bits)",
     )
     recompute: bool = setting(
         False,
@@ -69,7 +67,7 @@ class TrainSettings:
     )
     paged: bool = setting(
         False,
-        "optimizer states in host memory (by itself where a GPU is full)",
+        "keep optimizer states in host memory (always where a GPU is full)",
         "--offload-optimizer",
         action="store_true",
     )

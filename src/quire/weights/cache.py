@@ -1,9 +1,10 @@
 """The folders of Quire's cache on disk, and a listing of their content. Needs no torch."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from quire.observe.host import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +15,6 @@ class CachedItem:
     kind: str  # "model" | "converted" | "offloaded" | "hub"
     path: Path
     num_bytes: int
-
-
-def cache_folder() -> Path:
-    """`$QUIRE_CACHE`, or `~/.cache/quire`. It may not exist yet."""
-    chosen = os.environ.get("QUIRE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "quire"
 
 
 def models_folder() -> Path:

@@ -47,7 +47,7 @@ def add_fit(parser: Parser) -> None:
         "--check",
         nargs="+",
         metavar="FILE",
-        help="measurements that are not fitted to: how well the fit foretells them",
+        help="measurements that are not part of the fit: how well it predicts them",
     )
     parser.add_argument(
         "--save", metavar="FILE.json", help="write the device, for --device simulated:FILE.json"

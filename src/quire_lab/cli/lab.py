@@ -54,7 +54,7 @@ def add_lab(parser: Parser) -> None:
         "--data-dir",
         metavar="DIR",
         help="lengths and traces of real requests "
-        f"(default: the first of {', '.join(USUAL_FOLDERS)} that has them; else stand-ins are drawn)",
+        f"(default: the first of {', '.join(USUAL_FOLDERS)} that has them; else synthetic ones are drawn)",
     )
     parser.add_argument(
         "--time-limit",

@@ -150,6 +150,9 @@ def _table(results: Sequence[ReplicasResult], ratios: dict[tuple[str, int], floa
     return Table("Replicas and tensor parallelism", head, rows, left=2)
 
 
+MAX_TICKS = 3  # of an axis: more numbers of six digits lie on each other
+
+
 def _draw(figure: Any, results: Sequence[ReplicasResult]) -> None:
     for axis, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
         series = [(TENSOR, 2), (REPLICAS, 2), (TENSOR, 4), (REPLICAS, 4)]
@@ -162,8 +165,10 @@ def _draw(figure: Any, results: Sequence[ReplicasResult]) -> None:
                 **line_style(index),
             )
         axis.set(title=model, xlabel="blocks of all engines", ylabel="tokens/s", ylim=(0, None))
-        axis.set_xscale("log")
         plain_log(axis, "x")
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in axis.get_xticks() if low <= tick <= high]
+        axis.set_xticks(ticks[:: -(-len(ticks) // MAX_TICKS)])
         axis.legend(loc="lower right")
 
 

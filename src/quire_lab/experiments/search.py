@@ -160,7 +160,7 @@ def _finding(
         for metric, point in reaching.items()
         if point is not None
     )
-    take_away = f"Of {count:,} vectors, a graph finds the {K} nearest by comparing with few of them: {words}."
+    take_away = f"Of {count:,} vectors, a graph finds the {K} nearest with part of the comparisons: {words}."
     table = Table(
         "A graph of our own: recall of the 10 nearest against distances computed",
         ["metric", "ef", "recall@10", "distances", "of all, %", "ms"],

@@ -1,5 +1,7 @@
 """Which slice of a GPU meets an SLO: users that ask again as soon as they are answered, on simulated slices."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -7,12 +9,15 @@ from typing import Any
 
 from quire.bench.report import percentile
 from quire.bench.table import counted
+from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.core.request import Request
+from quire.engine.build.ranks import can_be_cut
 from quire.fleet.mig import Card, Profile
+from quire.models.registry import describe
 from quire_lab.measure.replay import TOKEN, plain
 from quire_lab.measure.simulated_runs import build_simulated
-from quire_lab.simulate.build import DeviceTooSmall
+from quire_lab.simulate.build import DeviceTooSmall, open_shape
 from quire_lab.simulate.clock import VirtualClock
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
@@ -69,15 +74,14 @@ def latency(settings: Mapping[str, Any], card: Card, profile: Profile, users: in
 
 
 def _on(device: str, name: str, settings: Mapping[str, Any], users: int, slo: Slo) -> SliceLatency:
-    return _latency(tuple(sorted(settings.items())), f"simulated:{device}", name, users, slo)
+    return _latency(json.dumps(settings, sort_keys=True), f"simulated:{device}", name, users, slo)
 
 
 @cache  # a fleet has models that differ in name only
-def _latency(
-    settings: tuple[tuple[str, Any], ...], device: str, name: str, users: int, slo: Slo
-) -> SliceLatency:
+def _latency(settings: str, device: str, name: str, users: int, slo: Slo) -> SliceLatency:
+    given = json.loads(settings)
     try:
-        built = build_simulated({**dict(settings), "device": device, "enable_prefix_caching": False})
+        built = build_simulated({**given, "device": device, "enable_prefix_caching": False})
     except DeviceTooSmall as error:
         return _too_small(name, users, error)
     engine, clock = built.engine, built.engine.clock
@@ -85,6 +89,7 @@ def _latency(
     sampling = plain(slo.output_tokens)
     sent: dict[str, float] = {}
     first: dict[str, float] = {}
+    received: Counter[str] = Counter()
     per_token, per_request = [], []
     asked = dict.fromkeys(range(users), 0)
 
@@ -100,7 +105,7 @@ def _latency(
     except ContextExceeded:  # a larger slice has the same context
         raise
     except InvalidRequest as error:
-        if {"kv_cache_memory_bytes", "num_blocks"} & dict(settings).keys():
+        if {"kv_cache_memory_bytes", "num_blocks"} & given.keys():
             raise
         return _too_small(name, users, error)
     while engine.has_work:
@@ -108,8 +113,15 @@ def _latency(
             request, now = update.request_id, clock()
             if update.token_ids:
                 first.setdefault(request, now)
+            received[request] += len(update.token_ids)
             if update.finish_reason is None:
                 continue
+            if received[request] < slo.output_tokens:
+                raise ConfigError(
+                    f"prompt_tokens={slo.prompt_tokens} leave room for {received[request]} of "
+                    f"output_tokens={slo.output_tokens} in a context of {built.report.limits.max_model_len}: give "
+                    "shorter ones"
+                )
             per_request.append(now - sent[request])
             per_token.append((now - first[request]) / max(1, slo.output_tokens - 1))
             user = int(request.split("-")[0])
@@ -213,6 +225,9 @@ def _instead(settings: Mapping[str, Any], card: Card, slo: Slo, users: int) -> I
     if settings.get("quantization") != "int4":
         if point := first(latency(fewer, card, profile, users, slo) for profile in card.profiles):
             yield f"--quantization int4 fits in {point.profile} ({times(point)})"
+    architecture = describe(open_shape(EngineConfig.of(**settings)).config).architecture
+    if not can_be_cut(architecture):
+        return
     on_ranks = (_on(f"{ranks}x{card.name}", f"{ranks}", settings, users, slo) for ranks in RANKS)
     if point := first(on_ranks):
         yield f"{point.profile} whole GPUs with --tensor-parallel-size {point.profile} ({times(point)})"

@@ -9,7 +9,9 @@ from typing import Any
 from quire.bench.capacity import GPU_CONTEXT_BYTES
 from quire.bench.table import aligned
 from quire.core.errors import ConfigError, QuireError
+from quire.engine.build.ranks import can_be_cut
 from quire.fleet.plan_file import FleetFile, FleetModel, WholeCards
+from quire.quant.choice import NO_FLOAT8
 from quire.weights.architectures import SHAPES
 from quire_lab.placement.profile import (
     Sized,
@@ -119,13 +121,13 @@ class Plan:
         self, model: FleetModel, served: ModelOnShape, group: Group, gpus: Sequence[int], port: int
     ) -> str:
         share = (served.num_bytes - GPU_CONTEXT_BYTES) / self.devices[group.gpu].memory_bytes
-        flags = map(shlex.quote, model.flags)
+        source, name, *flags = map(shlex.quote, [model.source, model.name, *model.flags])
         shape = [f"-{name} {number}" for name, number in group.shape._asdict().items() if number > 1]
         visible = ",".join(str(gpu) for gpu in gpus)
         words = [
-            f"CUDA_VISIBLE_DEVICES={visible} quire serve {model.source}", *shape, *flags,
+            f"CUDA_VISIBLE_DEVICES={visible} quire serve {source}", *shape, *flags,
             f"--gpu-memory-utilization {share:.3f}", f"--max-num-seqs {max(1, len(served.steps))}",
-            f"--served-model-name {model.name}", f"--port {port}",
+            f"--served-model-name {name}", f"--port {port}",
         ]  # fmt: skip
         return " ".join(words)
 
@@ -208,7 +210,7 @@ def _sized(model: FleetModel) -> Sized:
     try:
         return size_model({**model.settings, "model": model.source}, *lengths)
     except QuireError as error:
-        near = difflib.get_close_matches(model.source, SHAPES, n=1)
+        near = [] if model.source in SHAPES else difflib.get_close_matches(model.source, SHAPES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise ConfigError(f"{model.name}: {error}{hint}") from error
 
@@ -241,10 +243,12 @@ def _no_room(
     sized: Sized, table: Mapping[tuple[str, ParallelShape], Any], devices: Mapping[str, SimulatedDevice]
 ) -> str:
     """With the least number of GPUs that would hold the model."""
+    if sized.needs_float8 and not any(device.float8 for device in devices.values()):
+        return f"{', '.join(devices)}: {NO_FLOAT8}"
     gpu, device = max(devices.items(), key=lambda item: item[1].memory_bytes)
     largest = max((shape for name, shape in table if name == gpu), key=lambda shape: shape.size)
     have = f"{usable_bytes(device) / 1e9:.1f} GB of each {gpu}"
-    if not sized.can_be_cut:
+    if not can_be_cut(sized.model.architecture):
         need = (held_bytes(sized, ParallelShape(1, 1)) + request_bytes(sized, ParallelShape(1, 1))) / 1e9
         why = f"{sized.model.architecture} cannot be cut into ranks and needs {need:.1f} GB, with {have}"
         return f"{why}: use a larger GPU or fewer bits (settings: {{quantization: int4}})"

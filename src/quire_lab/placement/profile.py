@@ -10,14 +10,20 @@ import torch
 from quire.bench.capacity import GPU_CONTEXT_BYTES
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
-from quire.engine.build.resolve import SIMULATED, Precision, default_limits, resolve_precision
+from quire.engine.build.ranks import can_be_cut
+from quire.engine.build.resolve import (
+    SIMULATED,
+    Precision,
+    default_limits,
+    resolve_max_model_len,
+    resolve_precision,
+)
 from quire.models import registry
 from quire.models.weight_shape import weight_shape
 from quire.parallel.cut import cut_layers, cut_model
 from quire.runner.sizing import GPU_MARGIN
-from quire.weights.architectures import KNOWN
 from quire_lab.placement.simulate import ModelOnShape, ParallelShape
-from quire_lab.simulate.build import activation_bytes, model_costs, open_shape
+from quire_lab.simulate.build import activation_bytes, check_simulated, model_costs, open_shape
 from quire_lab.simulate.cost_model import CostModel, ModelNumbers, StepCounts
 from quire_lab.simulate.devices import SimulatedDevice
 
@@ -35,24 +41,20 @@ class Sized:
     prompt_tokens: int
     output_tokens: int
     num_batched_tokens: int
-
-    @property
-    def can_be_cut(self) -> bool:
-        """As several ranks need it."""
-        file = KNOWN[self.model.architecture].file
-        return file == "llama" and not self.model.architecture.startswith("Olmo")
+    needs_float8: bool
 
 
 def size_model(settings: Mapping[str, Any], prompt_tokens: int, output_tokens: int) -> Sized:
     """`settings`: of the engine. One output token: requests of one pass, as AlpaServe has them."""
     config = EngineConfig.of(**{**settings, "device": SIMULATED})
+    check_simulated(config)
     model = registry.describe(open_shape(config).config)
     if model.encoder is not None:
         raise ConfigError(f"{model.architecture} has an encoder: placement is for models that only decode")
-    if prompt_tokens + output_tokens > model.max_position:
+    if prompt_tokens + output_tokens > (context := resolve_max_model_len(config, model)):
         raise ConfigError(
-            f"prompt_tokens + output_tokens is {prompt_tokens + output_tokens} and the model has {model.max_position} "
-            "positions: give shorter ones"
+            f"prompt_tokens + output_tokens is {prompt_tokens + output_tokens} and the context has {context} tokens: "
+            "give shorter ones"
         )
     precision: Precision = resolve_precision(
         replace(config, runner=replace(config.runner, device="meta")), model
@@ -64,6 +66,7 @@ def size_model(settings: Mapping[str, Any], prompt_tokens: int, output_tokens: i
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         num_batched_tokens=default_limits(config.scheduler, torch.device("meta"))[1],
+        needs_float8=config.model.quantization == "fp8",
     )
 
 
@@ -87,9 +90,11 @@ def request_bytes(sized: Sized, shape: ParallelShape) -> int:
 
 
 def serve(sized: Sized, device: SimulatedDevice, shape: ParallelShape) -> ModelOnShape | None:
-    """None where the model cannot be cut so, or does not fit."""
+    """None where the model cannot be cut so, does not fit, or has a number format that the GPU has not."""
+    if sized.needs_float8 and not device.float8:
+        return None
     if shape.size > 1:
-        if not sized.can_be_cut or (shape.pp > 1 and any(sized.model.windows)):
+        if not can_be_cut(sized.model.architecture) or (shape.pp > 1 and any(sized.model.windows)):
             return None
         fits = False
         with suppress(ConfigError):

@@ -33,6 +33,7 @@ from quire.memory.cross import CrossMemory
 from quire.memory.paged import PagedMemory
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
+from quire.quant.choice import NO_FLOAT8
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, pool_size
 from quire.scheduler.preemption import Preemption
 from quire.weights.architectures import SHAPES
@@ -140,15 +141,24 @@ def open_shape(config: EngineConfig) -> Source:
         raise WeightsError(f"{error}; architectures that can be simulated by name are {known}") from error
 
 
+def check_simulated(config: EngineConfig) -> None:
+    """ConfigError for what is not simulated."""
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "a simulated device has no words to guess, so speculation says nothing there: leave out speculative_config"
+        )
+    if config.memory.cpu_offload_gb:
+        raise ConfigError("a simulated device holds all weights: leave out cpu_offload_gb")
+
+
 def simulated_parts(
     config: EngineConfig, model: ModelConfig, end_token_ids: tuple[int, ...]
 ) -> SimulatedParts:
     """ConfigError where the device is not known, or where the model does not fit it."""
     device = find_device(config.runner.device)
-    if config.speculative_config is not None:
-        raise ConfigError(
-            "a simulated device has no words to guess, so speculation says nothing there: leave out speculative_config"
-        )
+    check_simulated(config)
+    if config.model.quantization == "fp8" and not device.float8:
+        raise ConfigError(f"{device.title}: {NO_FLOAT8}")
     # "meta" stands for a GPU: number formats of the CPU alone do not apply
     here = replace(config.runner, device="meta" if device.on_gpu else "cpu")
     precision = resolve_precision(replace(config, runner=here), model)

@@ -252,6 +252,8 @@ def test_flash_keeps_little_for_the_backward_pass(setup, tmp_path):
     assert held(finding, "tiles keep bytes in proportion")
     assert finding.results["sparse"][0]["share"] == 1.0
     assert "9.2 times" in finding.notes[0]
+    assert " pairs)" in finding.take_away  # times are claimed by their interval, or not resolved
+    assert len(finding.results["ratios"]) == 2
 
 
 def test_search_compares_a_graph_with_every_vector(setup, tmp_path):

@@ -195,7 +195,7 @@ def _make_engine(
         and host.transfers is not None
         and host.transfers.disk_tier is not None
     ):
-        make = partial(import_module(PREFILL_ENGINE).PrefillEngine, pool.pool.data, host.transfers.disk_tier)
+        make = partial(import_module(PREFILL_ENGINE).PrefillEngine, host.pools, host.transfers.disk_tier)
     return make(
         parts.scheduler,
         parts.limits,

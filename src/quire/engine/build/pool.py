@@ -11,6 +11,7 @@ from quire.core.config import EngineConfig, MemoryConfig
 from quire.core.layout import BlockLayout
 from quire.core.stats import PoolSize
 from quire.engine.build.adapters import adapter_dtype, separate_blocks
+from quire.engine.build.rank_memory import pool_memory
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
 from quire.engine.build.weights import LoadedDraft, LoadedModels
 from quire.layers.attention import Pool
@@ -104,8 +105,9 @@ def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> Bu
             pool_size(memory, layout, plan.groups, max_rows, plan.max_model_len, free),
             limit="the smallest rank",
         )
+    num_blocks = size.num_blocks + 1
     return BuiltPool(
-        Pool(layout, size.num_blocks + 1, precision.device),
+        Pool(layout, num_blocks, precision.device, pool_memory(plan, num_blocks * layout.block_bytes)),
         size,
         separate_blocks(config.adapters, size.num_blocks, size.block_bytes),
         divided,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from quire.core.config import EngineConfig, ModelConfig, ParallelConfig
 from quire.core.errors import ConfigError
+from quire.engine.build.rank_memory import part_bytes
 from quire.engine.build.resolve import BuildPlan, Progress, make_plan, resolve_device
 from quire.kernels import native
 from quire.kernels.collective import cpu as collective
@@ -36,11 +37,11 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     """Rank 0's plan, and its peers, which load meanwhile. ConfigError where the model cannot be cut."""
     parallel = config.parallel
     plan = make_plan(on_rank(config, 0), progress)
-    _check(config, plan.model)
+    check_ranks(config, plan.model, plan.precision.device.type == "cuda")
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
     device = plan.precision.device.type  # `auto` may be another one on another machine
-    memory, address = _rendezvous_place(parallel, device)
+    memory, address = _rendezvous_place(config, device)
     runner = replace(config.runner, num_threads=plan.num_threads, device=device)
     described: dict[str, Any] = {
         "config": asdict(replace(config, runner=runner)),
@@ -102,12 +103,15 @@ def rank_part(
         stages = [range(first, first + size) for first in range(0, parallel.num_ranks, size)]
         rings = [range(first, parallel.num_ranks, size) for first in range(size)]
         return RankPart(cut, all_ranks.divided(stages), all_ranks.divided(rings), layers, all_ranks)
-    mapped = mmap.mmap(memory, _shared_bytes(parallel))
+    mapped, first = mmap.mmap(memory, 0), _shared_bytes(parallel)
+    shared = None
+    if len(mapped) > first:
+        shared = torch.frombuffer(mapped, dtype=torch.uint8, offset=first).view(parallel.num_ranks, -1)
     of_stage, of_ring = (SharedGroup.num_bytes(collective, count) for count in (size, num_stages))
     group = SharedGroup(collective, mapped, stage * of_stage, within, size)
     ring = SharedGroup(collective, mapped, num_stages * of_stage + within * of_ring, stage, num_stages)
     world = SharedGroup(collective, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks)
-    return RankPart(cut, group, ring, layers, world)
+    return RankPart(cut, group, ring, layers, world, shared)
 
 
 def device_groups(store: Any, name: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
@@ -137,15 +141,17 @@ def _rendezvous(store: Any, rank: int, size: int, check: Callable[[], None]) -> 
     return store
 
 
-def _rendezvous_place(parallel: ParallelConfig, device: str) -> tuple[int, str]:
+def _rendezvous_place(config: EngineConfig, device: str) -> tuple[int, str]:
     """A descriptor that is the first rank's, or shared by all, and the `address` of `rank_part`."""
+    parallel = config.parallel
     if parallel.distributed_executor_backend == "ray":
         both = socket.has_dualstack_ipv6()  # Ray's name for this machine may be of either kind
         family = socket.AF_INET6 if both else socket.AF_INET
         listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         port = listening.getsockname()[1]
         return listening.detach(), str(port)
-    return collective.shared_file(0 if device == "cuda" else _shared_bytes(parallel)), ""
+    num_bytes = _shared_bytes(parallel) + parallel.num_ranks * part_bytes(config.memory)
+    return collective.shared_file(0 if device == "cuda" else num_bytes), ""
 
 
 def _shared_bytes(parallel: ParallelConfig) -> int:
@@ -174,18 +180,21 @@ def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return replace(config, memory=memory, runner=replace(config.runner, device=f"cuda:{rank % count}"))
 
 
-def _check(config: EngineConfig, model: ModelConfig) -> None:
+def can_be_cut(architecture: str) -> bool:
+    """Whether ranks can hold parts of its layers. Norms of OLMo 2 and 3 are of all heads together."""
+    return KNOWN[architecture].file == "llama" and not architecture.startswith("Olmo")
+
+
+def check_ranks(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> None:
     """ConfigError for what ranks cannot do yet."""
     memory, drafts, why = config.memory, config.speculative_config, ""
-    stages, on_gpu = (
-        config.parallel.pipeline_parallel_size,
-        resolve_device(config.runner.device).type == "cuda",
-    )
-    norms_of_rows = model.architecture in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")  # of all heads together
-    if KNOWN[model.architecture].file != "llama" or norms_of_rows:
+    stages = config.parallel.pipeline_parallel_size
+    if not can_be_cut(model.architecture):
         why = f"{model.architecture} cannot be cut into ranks: choose a Llama-type model"
-    elif memory.kv_offload_dir is not None:
-        why = "kv_offload_dir is for one rank: leave it out (kv_offload_gb works)"
+    elif memory.kv_offload_dir is not None and (
+        on_gpu or config.parallel.distributed_executor_backend == "ray"
+    ):
+        why = "kv_offload_dir is for ranks on one machine's CPU: leave it out (kv_offload_gb works)"
     elif memory.cpu_offload_gb or memory.weights_memory_gb is not None:
         why = "weights of ranks do not stream: leave out cpu_offload_gb and weights_memory_gb"
     elif config.adapters.lora_mode == "merge":

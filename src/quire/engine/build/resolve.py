@@ -85,6 +85,9 @@ class BuildPlan:
 
     @property
     def groups(self) -> LayerGroups:
+        """Of the layers that this process has."""
+        if self.part is not None and self.part.layers is not None:
+            return LayerGroups.together(self.part.layers[1] - self.part.layers[0])
         return layer_groups(self.config, self.model, self.max_model_len)
 
 

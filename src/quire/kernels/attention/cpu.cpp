@@ -9,7 +9,7 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int64_t kBlockTokens = 32;      // queries of a prompt that share widened tiles, times the group
+constexpr int64_t kBlockTokens = 64;      // queries of a prompt that share widened tiles, times the group
 constexpr int64_t kFewestTokens = 4;      // the same, where more would leave a thread without work
 constexpr int64_t kManyItems = 4;         // per thread: from here on, an uneven end costs little
 constexpr int64_t kFewestWideRows = 12;   // query rows from which widening a tile pays

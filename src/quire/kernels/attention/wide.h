@@ -7,7 +7,14 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int kWideRows = 4;
+#ifdef __AVX512F__
+constexpr int kWideRows = 6;      // queries at a time: more products than loads, and their sums fit in the registers
+constexpr int kScoreVectors = 2;  // of keys
+#else
+constexpr int kWideRows = 4;      // there are half as many registers, of half the size
+constexpr int kScoreVectors = 1;
+#endif
+constexpr int kFoldLevels = 3;  // pairs of lanes: 1 << kFoldLevels
 
 // Sixty-four positions: keys as [padded_dim][64], values as [64][padded_dim]. Positions beyond the context are zero,
 // since their slots may hold any bits.
@@ -43,13 +50,6 @@ inline void widen_values(const TileRows<Element>& rows, int64_t head_dim, int64_
     }
 }
 
-#ifdef __AVX512F__
-constexpr int kScoreVectors = 2;  // of keys, for four queries at a time: more products than loads
-#else
-constexpr int kScoreVectors = 1;  // there are half as many registers, of half the size
-#endif
-constexpr int kFoldLevels = 3;    // pairs of lanes: 1 << kFoldLevels
-
 struct ScoreSums { Floats of[kWideRows][kScoreVectors]; };
 
 template <class Operation>
@@ -61,7 +61,7 @@ __attribute__((always_inline)) inline void each_sum(Operation operation) {
     }
 }
 
-// The products of one lane of head_dim, summed in order, of four queries with vectors of keys.
+// The products of one lane of head_dim, summed in order, of kWideRows queries with vectors of keys.
 template <int kDim>
 __attribute__((always_inline)) inline ScoreSums lane_products(const float* queries, int64_t padded_dim,
                                                               const float* keys) {
@@ -80,8 +80,8 @@ __attribute__((always_inline)) inline ScoreSums lane_products(const float* queri
     return sums;
 }
 
-// Scores of four queries with the first `count` keys of a tile. Lanes of head_dim are folded in the order of `sum`: first
-// pairs at a distance of half the lanes, then their sums in the order of a binary counter's carries. Sums that wait for
+// Scores of kWideRows queries with the first `count` keys of a tile. Lanes of head_dim are folded in the order of `sum`:
+// first pairs at a distance of half the lanes, then their sums in the order of a binary counter's carries. Sums that wait for
 // their other half are in memory: registers hold the two lanes being added. kDim is padded_dim where it is known when compiling, else 0.
 template <int kDim>
 inline void wide_scores(const float* queries, int64_t padded_dim, const float* keys, int64_t count, float* scores) {
@@ -108,8 +108,8 @@ inline void wide_scores(const float* queries, int64_t padded_dim, const float* k
     }
 }
 
-// Adds probability * value over the first `count` positions of a tile to kVectors vectors of four queries, from `start`
-// on; says where it stopped.
+// Adds probability * value over the first `count` positions of a tile to kVectors vectors of kWideRows queries, from
+// `start` on; says where it stopped.
 template <int kVectors>
 inline int64_t wide_columns(const State* states, const float* probabilities, const float* values, int64_t padded_dim,
                             int64_t count, int64_t start) {
@@ -133,7 +133,7 @@ inline int64_t wide_columns(const State* states, const float* probabilities, con
     return start;
 }
 
-// Adds probability * value over the first `count` positions of a tile, for four queries.
+// Adds probability * value over the first `count` positions of a tile, for kWideRows queries.
 inline void wide_values(const State* states, const float* probabilities, const float* values, int64_t padded_dim,
                         int64_t count) {
     int64_t start = wide_columns<4>(states, probabilities, values, padded_dim, count, 0);
@@ -141,7 +141,7 @@ inline void wide_values(const State* states, const float* probabilities, const f
     wide_columns<1>(states, probabilities, values, padded_dim, count, start);
 }
 
-// `num_rows` queries (a multiple of four), at rising `positions`, over positions [start, end) of one segment.
+// `num_rows` queries (a multiple of kWideRows), at rising `positions`, over positions [start, end) of one segment.
 template <class Element>
 inline void wide_segment(const AttentionProblem& p, const int32_t* table, int64_t kv_head, int64_t num_rows,
                          const float* queries, const int64_t* positions, const State* states, int64_t start,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quire.kernels import native
 
-SHARED_FOLDER = "/dev/shm"
 LINE, MAX_RANKS = 64, 64
 HEADER = (2 + 2 * MAX_RANKS) * LINE
 CAPACITY = 4 << 20  # bytes of one rank's buffer: longer messages go in pieces
@@ -21,10 +20,15 @@ _REDUCTIONS = {(torch.float32, SUM): 0, (torch.int32, SUM): 1, (torch.float32, L
 
 
 def shared_file(num_bytes: int) -> int:
-    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end."""
-    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        descriptor = os.dup(file.fileno())
+    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end.
+
+    On Linux no file system limits it; a container's /dev/shm usually has 64 MB.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("quire-ranks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, num_bytes)
     return descriptor
 

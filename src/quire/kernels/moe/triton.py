@@ -54,7 +54,34 @@ def experts(
         return residual
     if x.shape[0] <= FEW_TOKENS and not invariant:
         return _few(x, gate_up, down, routing, residual, shared, clamped, away)
-    return _grouped(x, gate_up, down, routing, residual, shared, invariant, clamped, away)
+    tokens, top_k = routing.experts.shape
+    num_experts = down.shape[0] if away is None else len(away.places)
+    hidden, inner = down.shape[1:]
+    pairs, padded = tokens * top_k, triton.next_power_of_2(num_experts)
+    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+    _sort_kernel[(num_experts,)](routing.experts, order, starts, pairs, BLOCK, num_warps=4)
+    rows, columns, depth, warps, stages = _tile(pairs // num_experts, invariant)
+    depth = depth * 2 // x.element_size()
+    # as many as there can be; those beyond the last one end at once
+    tiles = pairs // rows + min(num_experts, pairs)
+    gated, results = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
+    _grouped_gate_up[(triton.cdiv(inner, columns), tiles)](
+        x, gate_up, *_away(away, GATE_UP), order, starts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0),
+        num_experts, inner, hidden, top_k, padded, rows, columns, depth, clamped is not None, away is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _grouped_down[(triton.cdiv(hidden, columns), tiles)](
+        gated, down, *_away(away, DOWN), order, starts, results, _down_bias(clamped), down.stride(0), num_experts,
+        hidden, inner, padded, rows, columns, depth, clamped is not None, away is not None, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    out = torch.empty_like(residual)
+    _combine_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
+        results, routing.weights, shared, routing.gates, residual, out, residual.stride(0), hidden,
+        top_k, shared is not None, BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def _few(
@@ -83,47 +110,6 @@ def _few(
         down.stride(0), residual.stride(0), hidden,
         inner, top_k, shared is not None, rows, columns,
         inner % columns == 0 and hidden % rows == 0, clamped is not None, away is not None, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def _grouped(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    routing: Routing,
-    residual: Tensor,
-    shared: Tensor | None,
-    invariant: bool,
-    clamped: ClampedGate | None,
-    away: AwayExperts | None,
-) -> Tensor:
-    tokens, top_k = routing.experts.shape
-    num_experts = down.shape[0] if away is None else len(away.places)
-    hidden, inner = down.shape[1:]
-    pairs, padded = tokens * top_k, triton.next_power_of_2(num_experts)
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    _sort_kernel[(num_experts,)](routing.experts, order, starts, pairs, BLOCK, num_warps=4)
-    rows, columns, depth, warps, stages = _tile(pairs // num_experts, invariant)
-    depth = depth * 2 // x.element_size()
-    # as many as there can be; those beyond the last one end at once
-    tiles = pairs // rows + min(num_experts, pairs)
-    gated, results = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
-    _grouped_gate_up[(triton.cdiv(inner, columns), tiles)](
-        x, gate_up, *_away(away, GATE_UP), order, starts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0),
-        num_experts, inner, hidden, top_k, padded, rows, columns, depth, clamped is not None, away is not None,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    _grouped_down[(triton.cdiv(hidden, columns), tiles)](
-        gated, down, *_away(away, DOWN), order, starts, results, _down_bias(clamped), down.stride(0), num_experts,
-        hidden, inner, padded, rows, columns, depth, clamped is not None, away is not None, num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
-    out = torch.empty_like(residual)
-    _combine_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
-        results, routing.weights, shared, routing.gates, residual, out, residual.stride(0), hidden,
-        top_k, shared is not None, BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 

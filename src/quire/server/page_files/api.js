@@ -33,6 +33,7 @@ export async function call(path, { method, body, form, admin = false, signal } =
     if (fault.name === "AbortError") throw fault;
     throw new ApiError("The server does not answer. Is it still running?", 0, "unreachable");
   }
+  if (response.status === 401 && !admin) throw new ApiError("The server does not accept this page's key: reload the page to enter another one.", 401);
   if (!response.ok) throw await failure(response);
   return response;
 }

@@ -33,7 +33,7 @@ class ChatView {
     this.list = h("ul", { class: "chats" });
     this.side = h("aside", { class: "side", "aria-label": "Conversations" },
       h("button", { type: "button", class: "wide", onclick: () => this.open(new Conversation()) }, icon("plus"), "New chat"), this.list);
-    this.thread = h("div", { class: "thread", role: "log", "aria-label": "Conversation" });
+    this.thread = h("div", { class: "thread", role: "log", "aria-label": "Conversation", onpointerdown: () => this.uncover() });
     this.input = h("textarea", { rows: "1", placeholder: "Ask something …", "aria-label": "Message", onkeydown: (event) => this.key(event), oninput: () => this.grow() });
     this.send = button("Send", "send", () => (this.running ? this.stop() : this.submit()), { class: "icon send" });
     this.model = h("select", { "aria-label": "Model", onchange: () => this.set("model", this.model.value) });
@@ -45,7 +45,10 @@ class ChatView {
       h("div", { class: "composer-box" }, this.input, this.send), tools);
     this.drawer = this.buildSettings();
     fill(panel, this.side, h("div", { class: "talk" }, this.thread, this.composer), this.drawer);
-    document.addEventListener("keydown", (event) => { if (event.key === "Escape" && this.running && !panel.hidden) this.stop(); });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || panel.hidden) return;
+      if (this.running) this.stop(); else this.uncover();
+    });
     window.addEventListener("beforeunload", () => this.stop()); // what has come of an answer is kept
   }
 
@@ -62,7 +65,7 @@ class ChatView {
     const tint = bound("tint", h("input", { type: "checkbox", name: "tint" }));
     tint.addEventListener("input", () => this.renderAll());
     return h("aside", { class: "drawer", "aria-label": "Settings", hidden: true },
-      h("h2", {}, "Settings"),
+      h("h2", {}, "Settings", button("Close the settings", "close", () => this.uncover(), { class: "icon narrow-only" })),
       field("System prompt", bound("system", h("textarea", { rows: "3", name: "system", placeholder: "The model's own" }))),
       h("div", { class: "pair" },
         field("Temperature", numeric("temperature", 0, 2, 0.05, "default")), field("Top-p", numeric("top_p", 0, 1, 0.01, "default"))),
@@ -100,7 +103,7 @@ class ChatView {
   // ---------------------------------------------------------------- conversations
 
   open(conversation) {
-    this.stop();
+    if (conversation !== this.conversation) this.stop();
     this.conversation = conversation;
     this.side.classList.remove("open");
     this.renderAll();
@@ -109,7 +112,7 @@ class ChatView {
 
   renderList() {
     fill(this.list, conversations.list().map(({ id, title }) => h("li", { class: id === this.conversation.id ? "current" : "" },
-      h("button", { type: "button", class: "plain", onclick: () => this.open(conversations.load(id) ?? new Conversation()) }, clean(title) || "New chat"),
+      h("button", { type: "button", class: "plain", onclick: () => this.open(id === this.conversation.id ? this.conversation : conversations.load(id) ?? new Conversation()) }, clean(title) || "New chat"),
       button("Delete", "trash", () => { conversations.remove(id); if (id === this.conversation.id) this.open(new Conversation()); else this.renderList(); }))));
   }
 
@@ -207,7 +210,7 @@ class ChatView {
       this.ask(sibling);
     };
     text.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); done(); }
       if (event.key === "Escape") this.renderAll();
     });
     fill(turn, h("div", { class: "editing" }, text, h("div", {},
@@ -239,6 +242,7 @@ class ChatView {
   submit() {
     const text = this.input.value.trim();
     if (!text || this.running) return;
+    try { this.body(null); } catch (error) { this.tell(error.message); return; } // settings that cannot be sent: the text stays
     this.input.value = "";
     this.grow();
     this.conversation.title ||= text.slice(0, 60);
@@ -262,6 +266,7 @@ class ChatView {
   }
 
   async ask(user) {
+    const { conversation } = this; // another one may be open when this answer ends
     let body;
     try { body = this.body(user); } catch (error) { this.tell(error.message); this.renderAll(); return; }
     const count = body.n ?? 1, group = count > 1 ? `group ${user.id} ${Date.now()}` : undefined;
@@ -285,7 +290,7 @@ class ChatView {
       for (const node of nodes) { node.state = "done"; this.paint(node); }
       this.running = null;
       this.setBusy(false);
-      this.save();
+      if (conversations.list().some(({ id }) => id === conversation.id)) this.save(conversation); // it was not deleted meanwhile
       this.renderList();
     }
   }
@@ -322,11 +327,14 @@ class ChatView {
       for (const token of logprobs?.content ?? []) {
         (node.tokens ??= []).push([token.token, token.logprob, token.top_logprobs.map((top) => [top.token, top.logprob])]);
       }
-      node.count = (node.count ?? 0) + (delta?.content ? 1 : 0);
+      node.exact = Boolean(node.tokens); // a piece of text may be several tokens
+      node.count = node.tokens?.length ?? (node.count ?? 0) + (delta?.content ? 1 : 0);
       if (finish_reason) node.finish = finish_reason;
+      // The token that ended the answer is no part of its text.
+      if (finish_reason === "stop" && node.tokens?.length && !node.content.endsWith(node.tokens.at(-1)[0])) node.tokens.pop();
       this.later(node);
     }
-    if (chunk.usage && nodes.length === 1) nodes[0].count = chunk.usage.completion_tokens;
+    if (chunk.usage && nodes.length === 1) Object.assign(nodes[0], { count: chunk.usage.completion_tokens, exact: true });
   }
 
   // Paints once a frame, however fast tokens come.
@@ -345,6 +353,12 @@ class ChatView {
 
   stop() { this.running?.control.abort(); }
 
+  // Closes what lies over the conversation on a narrow screen.
+  uncover() {
+    this.side.classList.remove("open");
+    if (getComputedStyle(this.drawer).position === "fixed") this.drawer.hidden = true;
+  }
+
   setBusy(busy) {
     fill(this.send, icon(busy ? "stop" : "send"));
     this.send.setAttribute("aria-label", busy ? "Stop" : "Send");
@@ -352,8 +366,8 @@ class ChatView {
     this.thread.setAttribute("aria-busy", busy);
   }
 
-  save() {
-    if (!conversations.save(this.conversation)) this.tell("The browser's storage is full: this conversation is not kept.");
+  save(conversation = this.conversation) {
+    if (!conversations.save(conversation)) this.tell("The browser's storage is full: this conversation is not kept.");
   }
 
   isAtEnd() { return this.thread.scrollHeight - this.thread.scrollTop - this.thread.clientHeight < 80; }
@@ -371,8 +385,9 @@ function parsed(text, what) {
 
 function facts(node) {
   const parts = [];
-  if (node.count) parts.push(`${node.count} tokens`);
-  if (node.count > 1 && node.last > node.first) parts.push(`${((node.count - 1) / ((node.last - node.first) / 1000)).toFixed(1)} tokens/s`);
+  const exact = node.exact || node.state === "open";
+  if (node.count) parts.push(`${exact ? "" : "at least "}${node.count} tokens`);
+  if (exact && node.count > 1 && node.last > node.first) parts.push(`${((node.count - 1) / ((node.last - node.first) / 1000)).toFixed(1)} tokens/s`);
   if (node.first) parts.push(`first after ${(node.first / 1000).toFixed(2)} s`);
   if (node.stopped) parts.push("stopped");
   if (node.finish === "length") parts.push("cut at the maximum length");
@@ -382,6 +397,7 @@ function facts(node) {
 // Each token with a tint: the less likely it was, the stronger.
 function paintTokens(shown, tokens) {
   if (!shown.tinted) { fill(shown.body); shown.tinted = h("p", { class: "tokens" }); shown.body.append(shown.tinted); shown.tokens = 0; }
+  for (; shown.tokens > tokens.length; shown.tokens -= 1) shown.tinted.lastChild.remove();
   for (; shown.tokens < tokens.length; shown.tokens += 1) {
     const [text, logprob, top] = tokens[shown.tokens];
     const probability = Math.exp(logprob);

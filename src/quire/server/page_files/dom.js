@@ -30,6 +30,7 @@ const ICONS = {
   send: "M3 20l18-8L3 4l3 8-3 8zm3-8h8",
   stop: "M7 7h10v10H7z",
   plus: "M12 5v14M5 12h14",
+  close: "M6 6l12 12M18 6L6 18",
   edit: "M4 20h4L19 9l-4-4L4 16v4z",
   again: "M20 12a8 8 0 1 1-2.4-5.7M20 3v5h-5",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",

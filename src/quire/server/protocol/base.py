@@ -14,6 +14,9 @@ T = TypeVar("T")
 # A list whose first wrong item ends the validation: one finding, not a million.
 Many = Annotated[list[T], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=1024)]  # of a model, a user or a cache salt
+Inputs = Annotated[
+    str | Many[str] | Many[Int] | Many[Many[Int]], Field(description="Text, token ids, or a list of either.")
+]
 
 
 def at_most(limit: int) -> BeforeValidator:

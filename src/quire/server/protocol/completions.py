@@ -6,6 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from quire.server.protocol.base import (
+    Inputs,
     Int,
     ListPage,
     Many,
@@ -18,9 +19,7 @@ from quire.server.protocol.base import (
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
-        description="Text, token ids, or a list of either."
-    )
+    prompt: Inputs
     echo: bool | None = None
     logprobs: Int | None = None
     suffix: str | None = Field(

@@ -5,7 +5,7 @@ from typing import Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, Many, Name, RequestBody
+from quire.server.protocol.base import Inputs, Int, Many, Name, RequestBody
 
 
 class Model(TypedDict):
@@ -74,9 +74,7 @@ class Detokenized(TypedDict):
 
 class EmbeddingRequest(RequestBody):
     model: Name | None = None
-    input: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
-        description="Text, token ids, or a list of either."
-    )
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Int | None = Field(None, description="Keep this many numbers of each vector.")
     truncate_prompt_tokens: Int | None = Field(

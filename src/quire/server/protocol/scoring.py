@@ -5,7 +5,7 @@ from typing import NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, Many, Name, RequestBody, Usage
+from quire.server.protocol.base import Inputs, Int, Many, Name, RequestBody, Usage
 from quire.server.protocol.models import EmbeddingUsage
 
 
@@ -20,9 +20,7 @@ class EncoderRequest(RequestBody):
 
 
 class ClassifyRequest(EncoderRequest):
-    input: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
-        description="Text, token ids, or a list of either."
-    )
+    input: Inputs
     add_special_tokens: bool | None = None
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
+from quire.observe.host import cache_folder
 from quire.observe.logs import get_logger
 from quire.server.errors import ApiError
-from quire.weights.cache import cache_folder
 
 if TYPE_CHECKING:
     from quire.server.retrieval.endpoints import Endpoints

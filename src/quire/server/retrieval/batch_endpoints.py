@@ -24,6 +24,10 @@ OPENAI, ANTHROPIC = "openai", "anthropic"
 MESSAGES = "/v1/messages"
 MAX_LISTED_MESSAGES = 1000
 _ENDPOINTS = tuple(url for url in URLS if url != MESSAGES)
+_LATER_FIELDS = (  # of a batch's object, null until they are known
+    *("model", "errors", "metadata", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at"),
+    *("completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+)
 
 
 class BatchEndpoints:
@@ -159,25 +163,14 @@ def _shown(batch: BatchRecord) -> BatchObject:
         "id": batch.id,
         "object": "batch",
         "endpoint": body["endpoint"],
-        "model": body.get("model"),
-        "errors": body.get("errors"),
         "input_file_id": body["input_file_id"],
         "completion_window": "24h",
         "status": batch.status,
-        "output_file_id": body.get("output_file_id"),
-        "error_file_id": body.get("error_file_id"),
         "created_at": batch.created_at,
         "expires_at": batch.expires_at,
-        "in_progress_at": body.get("in_progress_at"),
-        "finalizing_at": body.get("finalizing_at"),
-        "completed_at": body.get("completed_at"),
-        "failed_at": body.get("failed_at"),
-        "expired_at": body.get("expired_at"),
-        "cancelling_at": body.get("cancelling_at"),
-        "cancelled_at": body.get("cancelled_at"),
         "request_counts": counts,
         "usage": body.get("usage") or RowCounts().usage,
-        "metadata": body.get("metadata"),
+        **{name: body.get(name) for name in _LATER_FIELDS},  # type: ignore[typeddict-item]
     }
 
 

@@ -21,7 +21,7 @@ from quire.rag.database import now
 from quire.rag.files import checked_disk
 from quire.server.access import Keys
 from quire.server.app import create_app
-from quire.server.batch import BadLine, BatchRun, BatchSummary, RowFile, parse_line
+from quire.server.batch import BadLine, BatchRun, BatchSummary, RowFile, parse_line, token_counts
 from quire.server.protocol.retrieval import MAX_BATCH_BYTES, MAX_REQUESTS
 from quire.server.retrieval.retrieval import Retrieval
 from quire.server.service import Service
@@ -46,14 +46,6 @@ class BatchOwners(Keys):
 
     def identify(self, offered: bytes | None) -> str | None:
         return _owner.get()
-
-
-@dataclass(slots=True)
-class LineErrors:
-    """What is wrong with the lines of a batch's file."""
-
-    total: int
-    errors: list[dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -147,12 +139,11 @@ class BatchJobs:
         update = self.records.update
         try:
             if batch.status == "validating":
-                checked = await self._retrieval.run(
-                    check_lines, self.input_path(batch), batch.body.get("endpoint")
-                )
-                counts = {"total": checked.total, "completed": 0, "failed": 0}
-                if checked.errors:
-                    errors = {"object": "list", "data": checked.errors}
+                path, endpoint = self.input_path(batch), batch.body.get("endpoint")
+                total, wrong = await self._retrieval.run(check_lines, path, endpoint)
+                counts = {"total": total, "completed": 0, "failed": 0}
+                if wrong:
+                    errors = {"object": "list", "data": wrong}
                     await self._retrieval.run(update, batch, "failed", errors=errors, request_counts=counts)
                     return
                 batch = await self._retrieval.run(update, batch, "in_progress", request_counts=counts)
@@ -206,11 +197,9 @@ class BatchJobs:
         await self._retrieval.run(self.records.update, batch, request_counts=counts)
 
     async def _finish(self, batch: BatchRecord, job: _Job) -> None:
-        update, status = self.records.update, "completed"
-        if job.is_cancelled:
-            status = "cancelled"
-        elif now() >= batch.expires_at:
-            status = "expired"
+        update = self.records.update
+        status = "expired" if now() >= batch.expires_at else "completed"
+        status = "cancelled" if job.is_cancelled else status
         await self._retrieval.run(update, batch, "finalizing")
         counted = await self._retrieval.run(count_rows, self.rows_path(batch))
         counts = {"total": _total(batch), "completed": counted.completed, "failed": counted.failed}
@@ -235,11 +224,8 @@ class BatchJobs:
                     if _is_answer(row) == keeps:
                         file.write(json.dumps(row, ensure_ascii=False) + "\n")
             if path.stat().st_size:
-                name, seconds = (
-                    f"{batch.id}_{field.partition('_')[0]}.jsonl",
-                    batch.body.get("output_seconds"),
-                )
-                add = self._retrieval.files.add
+                name = f"{batch.id}_{field.partition('_')[0]}.jsonl"
+                add, seconds = self._retrieval.files.add, batch.body.get("output_seconds")
                 made[field] = add(batch.owner, path, name, "batch_output", seconds).id
             path.unlink(missing_ok=True)
         return made
@@ -248,8 +234,8 @@ class BatchJobs:
 # ---------------------------------------------------------------------- files
 
 
-def check_lines(path: Path, endpoint: str | None) -> LineErrors:
-    """Whether every line is a request for `endpoint` with an id of its own."""
+def check_lines(path: Path, endpoint: str | None) -> tuple[int, list[dict[str, Any]]]:
+    """The number of lines, and what is wrong where one is no request for `endpoint` with an id of its own."""
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
     total, num_bytes = 0, path.stat().st_size
@@ -262,18 +248,15 @@ def check_lines(path: Path, endpoint: str | None) -> LineErrors:
         note(
             None, "file_too_large", f"the file has {num_bytes} bytes, of at most {MAX_BATCH_BYTES}: divide it"
         )
-        return LineErrors(0, errors)
+        return 0, errors
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
             total += 1
             if total > MAX_REQUESTS:
-                note(
-                    number,
-                    "too_many_requests",
-                    f"there are more than {MAX_REQUESTS} requests: divide the file",
-                )
+                message = f"there are more than {MAX_REQUESTS} requests: divide the file"
+                note(number, "too_many_requests", message)
                 break
             line = parse_line(number, text.decode("utf-8", "replace"))
             if isinstance(line, BadLine):
@@ -286,7 +269,7 @@ def check_lines(path: Path, endpoint: str | None) -> LineErrors:
                 seen.add(line.custom_id)
     if not total:
         note(None, "empty_file", "the file has no requests: write one a line")
-    return LineErrors(total, errors)
+    return total, errors
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -333,8 +316,9 @@ def count_rows(path: Path) -> RowCounts:
         usage = body.get("usage") or {}
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         counts.completed += 1
-        counts.input_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-        counts.output_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        num_prompt, num_output = token_counts(usage)
+        counts.input_tokens += num_prompt
+        counts.output_tokens += num_output
         counts.cached_tokens += details.get("cached_tokens") or 0
         counts.model = body.get("model") or counts.model
     return counts

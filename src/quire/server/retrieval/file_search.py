@@ -96,8 +96,7 @@ class SearchedChat:
 
 class FileSearch:
     def __init__(self, service: Service, retrieval: Retrieval) -> None:
-        self._service = service
-        self._retrieval = retrieval
+        self._service, self._retrieval = service, retrieval
 
     def of_response(self, include: Sequence[str]) -> "SearchedResponse":
         return SearchedResponse(self, RESULTS in include)
@@ -170,11 +169,8 @@ class FileSearch:
         )
         reply = await answer_chat(self._service, request, asking)
         message: Mapping[str, Any] = (await reply.whole())["choices"][0]["message"]
-        queries = []
-        for call in message.get("tool_calls") or ():
-            if call["function"]["name"] == "file_search":
-                queries.append(_argument(call["function"]["arguments"]))
-        return queries
+        asked = [call["function"] for call in message.get("tool_calls") or ()]
+        return [_argument(call["arguments"]) for call in asked if call["name"] == "file_search"]
 
     async def _fitted(
         self, body: ChatCompletionRequest, passages: Sequence[StorePassage]

@@ -3,7 +3,6 @@
 import asyncio
 import fcntl
 import os
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,7 +66,7 @@ class Retrieval:
             return []
         try:
             encoder = await self.encoders.encoder(store.model)
-            vectors = await encoder.embed_queries(queries)
+            vectors = await encoder.embed(queries, "query")
         except EncoderDown as error:
             raise Unavailable(str(error), "engine_down") from None
         except QuireError as error:
@@ -129,13 +128,7 @@ class ServedEncoder(PassageEncoder):
         super().__init__(model.names[0], model.vectors.width, model.ready.max_model_len, tokenizer)
         self._model = model
 
-    async def embed(self, texts: Sequence[str]) -> list[bytes]:
-        return await self._embedded(texts, "document")
-
-    async def embed_queries(self, texts: Sequence[str]) -> list[bytes]:
-        return await self._embedded(texts, "query")
-
-    async def _embedded(self, texts: Sequence[str], kind: str) -> list[bytes]:
+    async def embed(self, texts: Sequence[str], kind: str = "document") -> list[bytes]:
         model = self._model
         name = next((name for name in _PROMPTS[kind] if name in model.vectors.prompts), None)
         prompted = with_prompt(list(texts), model.vectors, name)
@@ -146,15 +139,13 @@ class ServedEncoder(PassageEncoder):
         except (EngineDead, QueueFull) as refusal:
             raise EncoderDown(f"the embedding model {self.name} does not answer: {refusal}") from None
         vectors = [item.vector for item in sorted(pooled, key=lambda item: item.index)]
-        if model.vectors.normalize:
-            return vectors
-        return [_normalized(vector) for vector in vectors]
+        return vectors if model.vectors.normalize else [_normalized(vector) for vector in vectors]
 
 
 def _normalized(vector: bytes) -> bytes:
     numbers = numpy.frombuffer(vector, dtype=numpy.float32)
     length = float(numpy.linalg.norm(numbers))
-    return (numbers / length).astype(numpy.float32).tobytes() if length else array("f", vector).tobytes()
+    return (numbers / length).astype(numpy.float32).tobytes() if length else vector
 
 
 class ServedEncoders:

@@ -43,7 +43,7 @@ class BitsAndBytes(QuantizedReader):
             raise ModelError(
                 f"{module}: quant_type {kind!r} of shape {shape} is not known: known are nf4, fp4"
             )
-        nested = f"{module}.weight.nested_absmax" in self.headers
+        nested = "nested_blocksize" in state or f"{module}.weight.nested_absmax" in self.headers
         if nested and state.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
             raise ModelError(
                 f"{module}: nested_blocksize={state['nested_blocksize']} is not known: only 256 is"

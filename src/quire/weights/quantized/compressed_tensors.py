@@ -38,10 +38,10 @@ class CompressedTensors(QuantizedReader):
             return self._whole_values(module, scales)
         num_rows, num_columns = (int(n) for n in get(f"{module}.weight_shape"))
         bits = next((b for b in (4, 8) if -(-num_columns * b // 32) == packed.shape[1]), None)
-        if bits is None or packed.shape[0] != num_rows:
+        if bits is None or packed.shape[0] != num_rows or packed.dtype != "I32":
             raise ModelError(
-                f"{module}: weight_packed {list(packed.shape)} does not hold {num_rows} × {num_columns} values of 4 or "
-                "8 bits: fetch the checkpoint again, or use one in W4A16 or W8A16"
+                f"{module}: weight_packed is {packed.dtype} {list(packed.shape)}, not {num_rows} × {num_columns} "
+                "values of 4 or 8 bits in I32: fetch the checkpoint again, or use one in W4A16 or W8A16"
             )
         args = self._arguments(module, bits, "int")
         group = num_columns // max(1, scales[-1])

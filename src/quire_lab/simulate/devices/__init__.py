@@ -60,6 +60,7 @@ class SimulatedDevice:
     derived_from: str | None = None
     ranks: int = 1
     whole: str | None = None  # of a MIG slice: the GPU's name
+    float8: bool = True  # has matrix units for it
 
     @property
     def in_words(self) -> str:
@@ -146,6 +147,7 @@ def _device(name: str, record: Mapping[str, Any], basis: Mapping[str, Any], rank
         lora_fit=basis.get("lora_fit", {}),
         derived_from=record.get("derived_from"),
         ranks=ranks,
+        float8=bool(record.get("float8", True)),
     )
 
 
