@@ -63,6 +63,14 @@ def test_all_settings_name_their_variable(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("words", [["run"], ["ask", "why?"], ["finetune", "data.jsonl"], ["tune"]])
+def test_every_command_that_takes_settings_shows_them(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "show", *words, "--model", "other"]) == 0
+    assert "--model" in capsys.readouterr().out
+
+
 def test_bash_completes_commands_flags_and_choices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

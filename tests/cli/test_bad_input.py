@@ -52,6 +52,15 @@ def test_a_prompt_in_the_models_place_is_told_its_own(run):
     assert "write --prompt before a prompt" in run("generate", "The capital of France is").error
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("models: 5", "models is 5: give dict"), ("memory: 16GB", "memory is '16GB': give int")],
+)
+def test_a_file_of_models_with_a_wrong_type_is_one_line(content, said, run, tmp_path):
+    (tmp_path / "models.yaml").write_text(f"{content}\n")
+    assert said in run("serve", "--models", tmp_path / "models.yaml").error
+
+
 def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_path):
     assert "--api-key is empty" in run("serve", "--api-key", "").error
     (tmp_path / "settings.yaml").write_text("api-key: [one, null]\n")

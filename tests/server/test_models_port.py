@@ -198,6 +198,10 @@ def test_entries_of_a_file() -> None:
         ({"a": {"colour": 1}}, "'colour' is not a field"),
         ({"a": {"keep_alive": "soon"}}, "keep_alive is 'soon'"),
         ({"a": {"aliases": ["b"]}, "b": {}}, "'b' is given to two models"),
+        ({"a": 5}, "models.a is 5: write fields and their values"),
+        ({"a": {"aliases": "gpt-4o"}}, "models.a: aliases is 'gpt-4o': give list"),
+        ({"a": {"memory": "16GB"}}, "models.a: memory is '16GB': give int"),
+        ({"a": {"settings": ["seed"]}}, r"models.a: settings is \['seed'\]: give dict"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_models(document)

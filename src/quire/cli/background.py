@@ -149,10 +149,8 @@ def _ended_by_signals() -> Iterator[None]:
     def leave(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, leave)
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     finally:

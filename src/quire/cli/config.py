@@ -10,7 +10,7 @@ from quire.cli.main import command_parser
 from quire.cli.parser import Parser, environment_name
 from quire.core.errors import ConfigError
 
-CONFIGURED = ("serve", "chat", "generate", "plan", "run-batch")
+CONFIGURED = ("serve", "run", "chat", "generate", "ask", "run-batch", "finetune", "plan", "tune")
 
 
 def add_arguments(parser: Parser) -> None:

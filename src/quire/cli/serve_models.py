@@ -16,7 +16,7 @@ from quire.cli.parser import read_config_file
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
-from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
+from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, check_fields, keep_alive_seconds, read_models
 from quire.observe import logs
 from quire.runner.sizing import available_memory
 from quire.server.access import Origins
@@ -30,15 +30,12 @@ MAX_RUNNING = 16
 UNKNOWN_NEED = 2 << 30  # of a model that is not here yet
 # Flags of the front, which the models' servers do not get. The value is how many words follow.
 _OWN = {"--host": 1, "--port": 1, "--models": 1, "--models-memory": 1, "--models-max": 1, "--keep-alive": 1}
-_FIELDS = {"models", "memory", "max_running"}
+_FIELDS = {"memory": int, "max_running": int, "models": dict}
 
 
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     document = read_config_file(arguments.models, "--models") if arguments.models else {}
-    unknown = sorted(set(document) - _FIELDS)
-    if unknown:
-        known = ", ".join(sorted(_FIELDS))
-        raise ConfigError(f"{arguments.models}: {unknown[0]!r} is not a field: choose from {known}")
+    check_fields(arguments.models, document, _FIELDS)
     if settings.ssl_certfile is not None:
         raise ConfigError("ssl_certfile: several models are served without TLS: leave that to a proxy")
     named = [name for name in (arguments.model_named, *arguments.more_models) if name is not None]

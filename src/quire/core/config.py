@@ -570,8 +570,7 @@ class EngineConfig:
         speculative: SpeculativeConfig | None = None
         owner = option_owners()
         kinds = {option.name: option.type for options in setting_groups().values() for option in options}
-        flat = {**PRESETS.get(flat.get("preset") or "", {}), **flat}
-        for name, value in flat.items():
+        for name, value in {**PRESETS.get(flat.get("preset") or "", {}), **flat}.items():
             if name not in owner:
                 raise ConfigError(f"unknown setting {name!r}{_hint(name, sorted(owner))}")
             if kinds[name] is bool and not isinstance(value, int):  # "no" would be true
@@ -588,11 +587,8 @@ class EngineConfig:
 def setting_groups() -> dict[str, list[Field[Any]]]:
     """The settings by the part of EngineConfig that has them; one that is a part itself is alone in its group."""
     default = EngineConfig()
-    groups: dict[str, list[Field[Any]]] = {}
-    for part in fields(EngineConfig):
-        value = getattr(default, part.name)
-        groups[part.name] = [part] if value is None else list(fields(value))
-    return groups
+    parts = {part.name: (part, getattr(default, part.name)) for part in fields(EngineConfig)}
+    return {name: [part] if value is None else list(fields(value)) for name, (part, value) in parts.items()}
 
 
 def option_owners() -> dict[str, str]:

@@ -408,14 +408,33 @@ def keep_alive_seconds(value: Any) -> float | None:
     return float("inf") if seconds < 0 else seconds
 
 
+_FIELDS = {
+    "model": str,
+    "aliases": list,
+    "settings": dict,
+    "keep_alive": object,
+    "pinned": bool,
+    "memory": int,
+}
+
+
+def check_fields(where: str, given: Any, kinds: Mapping[str, type]) -> None:
+    """ConfigError for what is no mapping, an unknown field, and a value of another type than the field's."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is {given!r}: write fields and their values")
+    for name, value in given.items():
+        if name not in kinds:
+            raise ConfigError(f"{where}: {name!r} is not a field: choose from {', '.join(sorted(kinds))}")
+        if value is not None and not isinstance(value, kinds[name]):
+            raise ConfigError(f"{where}: {name} is {value!r}: give {kinds[name].__name__}")
+
+
 def read_models(document: Mapping[str, Any]) -> list[ModelEntry]:
     """From the `models` of a file: a name each, with its source and settings."""
     entries = []
     for name, given in document.items():
-        fields: dict[str, Any] = {"model": given} if isinstance(given, str) else dict(given or {})
-        unknown = set(fields) - {"model", "aliases", "settings", "keep_alive", "pinned", "memory"}
-        if unknown:
-            raise ConfigError(f"models.{name}: {sorted(unknown)[0]!r} is not a field")
+        fields: Any = {"model": given} if isinstance(given, str) else given or {}
+        check_fields(f"models.{name}", fields, _FIELDS)
         keep_alive = keep_alive_seconds(fields.get("keep_alive", 300))
         if keep_alive is None:
             raise ConfigError(f"models.{name}: keep_alive is {fields['keep_alive']!r}: write seconds, or 5m")

@@ -145,10 +145,7 @@ class LLM:
     # ------------------------------------------------------------------ streaming; one iterator at a time
 
     def stream(
-        self,
-        prompt: PreparedPrompt,
-        sampling: SamplingParams,
-        stopped: Callable[[], bool] = lambda: False,
+        self, prompt: PreparedPrompt, sampling: SamplingParams, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[TextDelta]:
         """Pieces of the answer to one prompt. `stopped` is asked between steps; if true the answer ends there.
 
