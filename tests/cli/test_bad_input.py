@@ -206,7 +206,7 @@ def test_a_benchmark_that_cannot_be(run, words, expected):
         (("--gpu", "voodoo2"), "--gpu voodoo2 is not in the table (H200"),
         (("--gpu", "a100"), "--gpu a100 may be A100-80 or A100-40: name one"),
         (("--gpu", "h200", "-q", "llm-int8"), "runs on the CPU only"),
-        (("--gpu", "h200", "--context", "0"), "--context is 0: give more than 0"),
+        (("--gpu", "h200", "--context", "0"), "--context is 0: give a number above 0"),
         (("--gpu", "h200", "--context", "999"), "--context 999 is more than the model's 128 tokens"),
         (("--memory", "0.0001"), "the weights take"),
     ],
