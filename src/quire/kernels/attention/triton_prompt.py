@@ -78,13 +78,30 @@ def launch_tiles(
 
 
 @triton.jit
+def _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """[rows, TILE]: which places of a tile each query may see."""
+    keys = start + tl.arange(0, TILE)
+    node = keys[None, :] - tree_starts[:, None]
+    shift = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+    before = keys[None, :] <= positions[:, None]
+    if WINDOW > 0:
+        before = before & (keys[None, :] > positions[:, None] - WINDOW)
+    seen = tl.where(node >= 0, ((ancestors[:, None] >> shift) & 1) == 1, before)
+    return seen & (node < 64) & (keys < end)[None, :]
+
+
+@triton.jit
 def _attend_range(
     q, k_head, v_head, k_scales, v_scales, table, positions, begin, end, acc, top, total, scale, slopes,
     stride_block, stride_slot, stride_scales,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    tree=None,
 ):  # fmt: skip
-    """Online softmax over keys begin .. end; without masks `end - begin` must be whole tiles seen by all."""
+    """Online softmax over keys begin .. end; without masks `end - begin` must be whole tiles seen by all.
+
+    `tree`: where the tree of each query begins, and the nodes that it sees; keys are then slots.
+    """
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
     scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
     k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, begin, end, TILE, SCALED)
@@ -93,7 +110,9 @@ def _attend_range(
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, MASKED)
         v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, MASKED)
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
-        if MASKED:
+        if tree is not None:
+            visible = _seen_keys(positions, tree[0], tree[1], start, end, WINDOW, TILE)
+        elif MASKED:
             visible = visible_keys(positions, start, end, WINDOW, TILE)
         else:
             visible = True

@@ -21,9 +21,7 @@ from quire.kernels.attention.triton_tile import (
     attend_tile,
     load_tile,
     merge,
-    page_ids,
     row_slopes_of,
-    slot_offsets,
     table_width,
     tile_scales,
     visible_keys,
@@ -51,44 +49,6 @@ def tree_prompt(
         _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out, (tree_starts, ancestors, positions),
         CAP=soft_cap,
     )  # fmt: skip
-
-
-@triton.jit
-def _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """[rows, TILE]: which places of a tile each query may see."""
-    keys = start + tl.arange(0, TILE)
-    node = keys[None, :] - tree_starts[:, None]
-    shift = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
-    before = keys[None, :] <= positions[:, None]
-    if WINDOW > 0:
-        before = before & (keys[None, :] > positions[:, None] - WINDOW)
-    seen = tl.where(node >= 0, ((ancestors[:, None] >> shift) & 1) == 1, before)
-    return seen & (node < 64) & (keys < end)[None, :]
-
-
-@triton.jit
-def _attend_seen(
-    q, k_head, v_head, k_scales, v_scales, table, positions, tree_starts, ancestors, begin, end, acc, top, total, scale,
-    stride_block, stride_slot, stride_scales,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over slots begin .. end, without the ones that a query does not see."""
-    ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
-    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
-    k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, begin, end, TILE, SCALED)
-    for start in range(begin, end, TILE):
-        offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
-        k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
-        v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
-        ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
-        seen = _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW, TILE)
-        acc, top, total = attend_tile(
-            q, k, v, k_scale, v_scale, seen, acc, top, total, scale, 0.0, positions, start, True, SCALED, CAP, False
-        )  # fmt: skip
-        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
-        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)
-    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -144,10 +104,10 @@ def _tree_kernel(
                 acc, top, total, scale, 0.0, stride_block, stride_slot, stride_scales,
                 HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, SCALED, CAP, False,
             )  # fmt: skip
-        acc, top, total = _attend_seen(
-            q_tile, k_head, v_head, k_head_scales, v_head_scales, table, position, starts, seen_nodes, open_end, end,
-            acc, top, total, scale, stride_block, stride_slot, stride_scales,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SCALED, CAP,
+        acc, top, total = _attend_range(
+            q_tile, k_head, v_head, k_head_scales, v_head_scales, table, position, open_end, end,
+            acc, top, total, scale, 0.0, stride_block, stride_slot, stride_scales,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, SCALED, CAP, False, (starts, seen_nodes),
         )  # fmt: skip
         # Rows past the last query are not stored.
         result = acc / total[:, None]

@@ -113,19 +113,12 @@ def _forward(
         total = tl.zeros([BM], tl.float32)
         result = tl.zeros([BM, BLOCK_D], tl.float32)
         num_full = block * BM // BN
-        if SPARSE:
-            for at in range(tl.load(num_seen + block)):
-                start = tl.load(seen + block * width + at) * BN
-                top, total, result = _attend(
-                    q_tile, k, v, first, kv_head, start, queries, count, k_stride, v_stride, scale, top, total,
-                    result, D, BLOCK_D, BN, False,
-                )  # fmt: skip
-        else:
-            for at in range(num_full):
-                top, total, result = _attend(
-                    q_tile, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride, scale, top,
-                    total, result, D, BLOCK_D, BN, False,
-                )  # fmt: skip
+        for at in range(tl.load(num_seen + block) if SPARSE else num_full):
+            start = (tl.load(seen + block * width + at) if SPARSE else at) * BN
+            top, total, result = _attend(
+                q_tile, k, v, first, kv_head, start, queries, count, k_stride, v_stride, scale, top, total,
+                result, D, BLOCK_D, BN, False,
+            )  # fmt: skip
         for at in range(num_full, tl.cdiv(tl.minimum(block * BM + BM, count), BN)):
             top, total, result = _attend(
                 q_tile, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride, scale, top, total,
@@ -180,19 +173,12 @@ def _backward_queries(
         total = tl.load(sums + where, mask=queries < count, other=0.0) * LOG2_E
         dq_tile = tl.zeros([BM, BLOCK_D], tl.float32)
         num_full = block * BM // BN
-        if SPARSE:
-            for at in range(tl.load(num_seen + block)):
-                start = tl.load(seen + block * width + at) * BN
-                dq_tile = _query_step(
-                    q_tile, g_tile, total, d_row, k, v, first, kv_head, start, queries, count, k_stride,
-                    v_stride, scale * LOG2_E, dq_tile, D, BLOCK_D, BN, False,
-                )  # fmt: skip
-        else:
-            for at in range(num_full):
-                dq_tile = _query_step(
-                    q_tile, g_tile, total, d_row, k, v, first, kv_head, at * BN, queries, count, k_stride,
-                    v_stride, scale * LOG2_E, dq_tile, D, BLOCK_D, BN, False,
-                )  # fmt: skip
+        for at in range(tl.load(num_seen + block) if SPARSE else num_full):
+            start = (tl.load(seen + block * width + at) if SPARSE else at) * BN
+            dq_tile = _query_step(
+                q_tile, g_tile, total, d_row, k, v, first, kv_head, start, queries, count, k_stride,
+                v_stride, scale * LOG2_E, dq_tile, D, BLOCK_D, BN, False,
+            )  # fmt: skip
         for at in range(num_full, tl.cdiv(tl.minimum(block * BM + BM, count), BN)):
             dq_tile = _query_step(
                 q_tile, g_tile, total, d_row, k, v, first, kv_head, at * BN, queries, count, k_stride, v_stride,
