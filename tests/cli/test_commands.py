@@ -78,8 +78,8 @@ def test_plan_needs_only_config_json(run, tiny):
 
 
 def test_plan_as_text_says_what_fits_and_why(run, tiny):
-    text = run("plan", tiny, "--memory", "1GiB", "--bandwidth", "100", "--context", "128").out
-    assert "a GPU with 1.07 GB (as given)" in text
+    text = run("plan", tiny, "--memory", "4GiB", "--bandwidth", "100", "--context", "128").out
+    assert "a GPU with 4.29 GB (as given)" in text
     assert "1,024 sequences of 128 (limited by max_num_seqs=1024)" in text
     assert "at best, from 100 GB/s, with 128 tokens each" in text
 

@@ -65,7 +65,7 @@ def test_ranks_on_gpus_find_each_other_in_a_file_that_leaves_nothing(monkeypatch
         return Group(rank, size), Group(rank, size)
 
     monkeypatch.setattr(ranks, "device_groups", exchange)
-    memory, address = ranks._rendezvous_place(config.parallel, "cuda")
+    memory, address = ranks._rendezvous_place(config, "cuda")
     assert os.readlink(f"/proc/self/fd/{memory}").endswith("(deleted)")
     with ThreadPoolExecutor(2) as threads:
         parts = list(threads.map(lambda rank: ranks.rank_part(plan, memory, rank, address), range(2)))
@@ -78,11 +78,10 @@ def test_ranks_on_gpus_find_each_other_in_a_file_that_leaves_nothing(monkeypatch
 def test_a_second_engine_with_ranks_on_gpus_is_refused_before_peers_start(monkeypatch):
     config = EngineConfig.of(tensor_parallel_size=2, device="cuda")
     model = resolve.make_plan(EngineConfig.of()).model
-    monkeypatch.setattr(ranks, "resolve_device", torch.device)
-    ranks._check(config, model)
+    ranks.check_ranks(config, model, on_gpu=True)
     monkeypatch.setattr(ranks, "_symmetric_groups", ["ranks"])
     with pytest.raises(ConfigError, match="had such an engine on GPUs, and can have one only: start another"):
-        ranks._check(config, model)
+        ranks.check_ranks(config, model, on_gpu=True)
 
 
 def test_a_rank_with_other_weights_is_refused():
