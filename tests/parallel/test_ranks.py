@@ -3,9 +3,12 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Pipe
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,7 +21,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import AdapterLoad, HostTransfers, RowStart, Step
 from quire.kernels.collective.cpu import shared_file
 from quire.parallel.group import Group
-from quire.parallel.ranks import RankProcesses
+from quire.parallel.ranks import BEAT, RankProcesses
 from quire.parallel.wire import decode_step, encode_step
 from quire.runner.ranked import RankedRunner
 
@@ -102,6 +105,21 @@ def test_a_rank_that_hangs_in_a_step_is_named():
 def test_a_rank_that_takes_long_or_waits_for_another_is_not_named(does):
     text, kind, _ = _fault(does, frames=[b"step"])
     assert (text, kind) == ("rank 1: the step has ended", ConfigError)
+
+
+def test_a_rank_that_builds_its_part_ends_when_rank_0_is_gone():
+    reports, end = Pipe(duplex=False)
+    code = (
+        "import sys, time; from multiprocessing.connection import Connection\n"
+        "from quire.parallel.ranks import Reporter\n"
+        "Reporter(Connection(int(sys.argv[1]), readable=False)); time.sleep(60)"  # as in a collective that never ends
+    )
+    command = [sys.executable, "-c", code, str(end.fileno())]
+    with subprocess.Popen(command, pass_fds=[end.fileno()]) as process:
+        end.close()
+        assert reports.recv_bytes() == BEAT
+        reports.close()
+        assert process.wait(30) == 0
 
 
 def test_peers_end_although_the_runner_of_rank_0_cannot_be_closed():

@@ -67,8 +67,7 @@ class Group:
 
     def numbers(self, value: int) -> list[int]:
         """Every rank's number, at most 2^62 in size."""
-        own = torch.tensor([[value]], dtype=torch.int64)
-        gathered = self.all_gather(own, (1,) * self.size, "start")
+        gathered = self.all_gather(torch.tensor([[value]]), (1,) * self.size, "start")
         self.check()
         return [int(number) for number in gathered.flatten()]
 

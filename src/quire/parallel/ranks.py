@@ -180,6 +180,7 @@ class Reporter:
                 if idle * BEAT_SECONDS > HUNG_SECONDS:
                     self.fail(EngineDead(f"its step hung: {HUNG_SECONDS:.0f} s without computing or waiting"))
                 time.sleep(BEAT_SECONDS)
+        os._exit(0)  # rank 0 is gone, and this rank may wait for it for ever
 
     def fail(self, fault: BaseException) -> None:
         """Reports the reason and ends the process, its threads included."""
@@ -187,4 +188,4 @@ class Reporter:
         text = str(fault) if own else f"{type(fault).__name__}: {fault}"
         with self._lock, suppress(OSError):
             self._reports.send_bytes(json.dumps((type(fault).__name__ if own else "", text)).encode())
-            os._exit(1)
+        os._exit(1)
