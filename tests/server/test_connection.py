@@ -102,6 +102,17 @@ def test_an_offered_upgrade_is_ignored_and_the_body_is_read(offer: bytes, pieces
             assert b"     5-bytes" in received
 
 
+def test_hundreds_of_offers_in_one_piece_are_answered_in_turn(port: int) -> None:
+    request = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 5\r\n\r\nhello"
+    with connected(port) as opened:
+        opened.sendall(request * 400)
+        received = b""
+        while received.count(b"     5-bytes") < 2:
+            piece = opened.recv(65536)
+            assert piece, received[-200:]
+            received += piece
+
+
 @pytest.mark.parametrize("size", [9000, 300_000])
 @pytest.mark.parametrize("ended", [True, False])
 def test_large_headers_are_a_431(port: int, size: int, ended: bool) -> None:

@@ -32,12 +32,18 @@ class _Stage(Enum):
 class Http1Protocol(HttpToolsProtocol):
     """Answers clients that offer HTTP/2 (Java's, `curl --http2`) or a WebSocket in HTTP/1.1."""
 
-    _data = b""  # the piece that is being parsed
+    _num_parsed = 0  # bytes of the piece that is being parsed
+    _head = b""  # of the request that offered an upgrade, without the offer
 
     def data_received(self, data: bytes) -> None:
-        self._data = data
-        super().data_received(data)
-        self._data = b""
+        rest = memoryview(data)
+        while rest:
+            self._num_parsed = len(rest)
+            super().data_received(rest)  # type: ignore[arg-type]  # any buffer is parsed
+            rest = rest[self._num_parsed :]
+            if self._head:
+                head, self._head = self._head, b""
+                super().data_received(head)
 
     def on_headers_complete(self) -> None:
         if not self._offers_upgrade:
@@ -52,14 +58,14 @@ class Http1Protocol(HttpToolsProtocol):
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The parser takes what is behind such a head for another protocol: it gets the head without the offer."""
+        """The parser takes what is behind the head for another protocol: a new one gets the head without the offer."""
         stop = sys.exception()
         if isinstance(stop, HttpParserUpgrade) and self._offers_upgrade:
             version = self.parser.get_http_version().encode()
             line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
             kept = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
-            self.parser = HttpRequestParser(self)
-            self.data_received(b"\r\n".join([line, *kept, b"", self._data[stop.args[0] :]]))
+            self.parser, self._num_parsed = HttpRequestParser(self), stop.args[0]
+            self._head = b"\r\n".join([line, *kept, b"", b""])
 
 
 class BoundedHttpProtocol(Http1Protocol):
