@@ -48,6 +48,21 @@ def test_a_stream_has_a_role_then_text_then_a_reason_then_usage(client: openai.O
     assert len({c.id for c in chunks}) == 1
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_counts_come_with_every_chunk_if_asked_for(client: openai.OpenAI, logprobs: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ask = {"model": MODEL, "temperature": 0, "stream": True, "stream_options": options}
+    *body, last = list(client.chat.completions.create(messages=PARIS, logprobs=logprobs, **ask))  # type: ignore[call-overload]
+    counts = [chunk.usage.completion_tokens for chunk in body]
+    assert counts == sorted(counts)
+    assert 0 < counts[1] < counts[-1] == last.usage.completion_tokens == 8
+    assert {chunk.usage.prompt_tokens for chunk in body} == {37}
+    *body, last = list(client.completions.create(prompt="Water boils at", max_tokens=6, **ask))  # type: ignore[call-overload]
+    assert [chunk.usage.completion_tokens for chunk in body][-1] == last.usage.completion_tokens == 6
+    ask["stream_options"] = {"continuous_usage_stats": True}  # means nothing without include_usage
+    assert all(chunk.usage is None for chunk in client.chat.completions.create(messages=PARIS, **ask))  # type: ignore[call-overload]
+
+
 def test_a_stream_without_usage_has_none(client: openai.OpenAI):
     chunks = list(client.chat.completions.create(model=MODEL, messages=PARIS, max_tokens=2, stream=True))
     assert all(len(c.choices) == 1 and c.usage is None for c in chunks)

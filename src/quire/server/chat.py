@@ -233,10 +233,12 @@ class ChatReply:
         self.annotate: Callable[[str], list[dict[str, Any]]] | None = None  # of an answer from files
         self._begun = False
         self._num_choices = len(generation.answers[0].sequences) * copies
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        # of each choice, where all text is content; empty where it must be parsed, copied or has logprobs
+        options = body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._counts_always = bool(options and options.include_usage and options.continuous_usage_stats)
+        # of each choice, where all text is content; empty where it must be parsed or copied, or has logprobs or counts
         self._contents: list[TextEvent] = []
-        if body.stream and parsers is None and not body.logprobs and copies == 1:
+        if body.stream and parsers is None and not body.logprobs and not self._counts_always and copies == 1:
             self._contents = [
                 TextEvent(self._choice(index, {"content": ""}), "content")
                 for index in range(self._num_choices)
@@ -398,7 +400,7 @@ class ChatReply:
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         chunk: ChatCompletionChunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         if self._with_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self.usage() if self._counts_always else None
         return chunk
 
 

@@ -88,11 +88,14 @@ class CompletionReply:
         self._tokenizer = tokenizer
         self._num_choices = copies * (body.n or 1)
         self._only_prompt = bool(body.echo) and body.max_tokens == 0
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        options = body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._counts_always = bool(options and options.include_usage and options.continuous_usage_stats)
         self._begun: set[int] = set()  # choices that have sent something
         self._places: dict[int, TextOffsets] = {}  # by choice, where logprobs are wanted
-        # Events of plain text, by choice, once the first is out; None where text comes with logprobs or not at all.
-        is_plain = body.logprobs is None and not self._only_prompt
+        # Events of plain text, by choice, once the first is out; None where text comes with logprobs or counts, or not
+        # at all.
+        is_plain = body.logprobs is None and not self._only_prompt and not self._counts_always
         self._texts: dict[int, TextEvent] | None = {} if is_plain else None
         self._head = answer_head(response_id, "text_completion", model)
 
@@ -236,5 +239,5 @@ class CompletionReply:
     def _payload(self, choices: list[CompletionChoice], usage: Usage | None) -> dict[str, object]:
         chunk: dict[str, object] = {**self._head, "choices": choices}
         if self._with_usage:
-            chunk["usage"] = usage
+            chunk["usage"] = self._usage() if self._counts_always else usage
         return chunk

@@ -92,6 +92,9 @@ class InputTokens(TypedDict):
 
 class StreamOptions(RequestBody):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = (
+        None  # with include_usage: token counts so far in every chunk, as vLLM has it
+    )
 
 
 class PromptLogprob(TypedDict):
