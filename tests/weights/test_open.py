@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import WeightsError
+from quire.weights.architectures import task_of
+from quire.weights.builtin import BUILTIN
 from quire.weights.folder import FolderSource
 from quire.weights.gguf import GgufSource
 from quire.weights.source import DummySource, open_source
@@ -35,6 +37,16 @@ def test_a_folder_a_file_and_a_dummy_are_told_apart(model_folder: Path, tmp_path
     assert isinstance(open_source(str(model_folder)), FolderSource)
     assert isinstance(open_source(str(model_folder), load_format="dummy"), DummySource)
     assert isinstance(open_source(str(bare_llama(tmp_path / "m.gguf"))), GgufSource)
+
+
+def test_the_built_in_model_has_a_name(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert open_source("builtin").fingerprint == BUILTIN.sha256 == open_source(None).fingerprint
+    assert task_of("builtin") == "generate"  # without a look at the hub
+    monkeypatch.chdir(tmp_path)
+    model_folder.rename(tmp_path / "builtin")
+    assert isinstance(open_source("builtin"), FolderSource)  # a folder of that name wins
 
 
 def test_a_hub_model_is_used_from_its_cache_offline(hub_cache: Path) -> None:

@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.cli.flags import BUILTIN
 from quire.core.errors import ConfigError, EngineDead
 from quire.fleet.model_set import STARTED
 from quire.observe.host import cache_folder, process_birth
+from quire.weights.builtin import BUILTIN_MODEL, is_builtin
 from quire.weights.hub import hub_name
 
 HEALTH_SECONDS = 5.0
@@ -64,8 +64,8 @@ class BackgroundServer:
 
 def server_name(model: str | None) -> str:
     """The name by which a model's server is known: `builtin`, an absolute path, or the hub id without `hf.co/`."""
-    if model is None or (model == BUILTIN and not Path(model).exists()):
-        return BUILTIN
+    if model is None or is_builtin(model):
+        return BUILTIN_MODEL
     path = Path(model).expanduser()
     return str(path.resolve() if path.exists() else hub_name(model))
 
@@ -121,7 +121,7 @@ def start(name: str, flags: Sequence[str], keep_alive: str) -> BackgroundServer:
     """
     stem = f"{Path(name).name}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     log = _folder() / f"{stem}.log"
-    command = [sys.executable, "-m", "quire", "serve", *([] if name == BUILTIN else [name])]
+    command = [sys.executable, "-m", "quire", "serve", *([] if name == BUILTIN_MODEL else [name])]
     command += ["--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text"]
     command += ["--keep-alive", keep_alive, *flags]
     with _ended_by_signals(), open(log, "wb") as output:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.table import in_seconds
-from quire.cli.flags import BUILTIN, add_setting, kind_of
+from quire.cli.flags import add_setting, kind_of
 from quire.cli.parser import Parser
 from quire.cli.terminal import INTERRUPTED, dim, interruptible
 from quire.core.config import at_least
@@ -23,6 +23,7 @@ from quire.train.run_files import RunFiles
 from quire.train.settings import AUTO, FAILED, FINISHED, METHODS, TrainSettings
 from quire.train.trainer import TrainedStep
 from quire.train.zero import STAGES
+from quire.weights.builtin import is_builtin
 
 SETTINGS = {field.name: field for field in fields(TrainSettings)}
 OOM_SCORE = Path("/proc/self/oom_score_adj")
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = FinetuneJob(
         data=Path(arguments.data).expanduser(),
         output=Path(arguments.output or arguments.name).expanduser(),
-        model=None if arguments.model == BUILTIN else arguments.model,
+        model=None if is_builtin(arguments.model) else arguments.model,
         validation=None if arguments.validation is None else Path(arguments.validation).expanduser(),
         settings=_settings(arguments),
         device=arguments.device,

@@ -17,6 +17,7 @@ from quire.core.config import option_owners, setting_groups
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.core.sampling import BEAM_SAMPLING, SamplingParams
 from quire.core.structured import StructuredOutput
+from quire.weights.builtin import is_builtin
 
 
 def parse_gigabytes(text: str) -> int:
@@ -29,7 +30,6 @@ def parse_gigabytes(text: str) -> int:
 
 TITLES = {"scheduler": "scheduling", "runner": "device", "speculative_config": "speculation"}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
-BUILTIN = "builtin"  # MODEL that means the built-in one
 
 
 def add_model_argument(parser: Parser, positional: bool = True) -> None:
@@ -61,7 +61,7 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     if named is not None and settings["model"] is not None and named != settings["model"]:
         raise ConfigError(f"two models are named, {named!r} and --model {settings['model']!r}: give one")
     settings["model"] = named if named is not None else settings["model"]
-    if settings["model"] == BUILTIN and not Path(BUILTIN).exists():
+    if is_builtin(settings["model"]):
         settings["model"] = None
     return {name: value for name, value in settings.items() if value is not None}
 

@@ -4,7 +4,6 @@ import argparse
 import sys
 
 from quire.bench.table import in_bytes
-from quire.cli.flags import BUILTIN
 from quire.cli.parser import Parser
 from quire.llm.progress import load_progress
 from quire.weights.source import Source, open_source
@@ -26,4 +25,4 @@ def run(arguments: argparse.Namespace) -> int:
 def fetch(model: str, revision: str | None = None) -> Source:
     """The model with all its files, fetched where they are missing and checked."""
     with load_progress(sys.stderr.isatty()) as progress:
-        return open_source(None if model == BUILTIN else model, revision=revision, progress=progress)
+        return open_source(model, revision=revision, progress=progress)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from quire.bench.table import in_bytes
 from quire.cli import background
-from quire.cli.flags import BUILTIN
 from quire.cli.parser import Parser
 from quire.core.errors import ConfigError
-from quire.weights.builtin import BUILTIN as BUILTIN_FILE
+from quire.weights.builtin import BUILTIN, BUILTIN_MODEL
 from quire.weights.cache import list_cached, size_of
 from quire.weights.hub import hub_name, tagged_files
 
@@ -47,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _paths(name: str) -> list[Path]:
     """What is deleted: files, or the folder of a repository in the hub's cache."""
-    if name == BUILTIN:
-        return [path for path in (BUILTIN_FILE.path, BUILTIN_FILE.marker) if path.exists()]
+    if name == BUILTIN_MODEL:
+        return [path for path in (BUILTIN.path, BUILTIN.marker) if path.exists()]
     wanted = hub_name(name)
     folders = [item.path for item in list_cached() if item.kind == "hub" and item.name == wanted.repo]
     if wanted.quant is None:

@@ -16,7 +16,7 @@ from quire.cli.parser import read_config_file
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
-from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, check_fields, keep_alive_seconds, read_models
+from quire.fleet.model_set import ModelEntry, ModelSet, check_fields, keep_alive_seconds, read_models
 from quire.observe import logs
 from quire.runner.sizing import available_memory
 from quire.server.access import Origins
@@ -96,7 +96,7 @@ def common_flags(words: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
 def estimated(entry: ModelEntry) -> int:
     """Bytes of the model's server by the plan; a guess where the model is not here."""
     try:
-        config = EngineConfig.of(model=None if entry.source == BUILTIN else entry.source)
+        config = EngineConfig.of(model=entry.source)
         device = Device("this machine", False, None, 0.0, 0.0, "")
         return plan_capacity(config, described_source(config), device).server_bytes
     except (QuireError, OSError):

@@ -23,13 +23,12 @@ from quire.link.http_client import HttpClient
 from quire.observe.host import START_ON_STDIN, end_with_parent, numbers_in
 from quire.observe.logs import get_logger
 from quire.weights.architectures import task_of
-from quire.weights.builtin import is_builtin_encoder
+from quire.weights.builtin import BUILTIN_MODEL, is_builtin_encoder
 
 log = get_logger(__name__)
 STARTED = re.compile(r"serving\s+(http://\S+?)/v1")
 STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.5  # between two looks for idle models
-BUILTIN = "builtin"  # as a source: the model that `quire serve` has by default
 LAST_LINES = 5  # of a process's log that an error shows
 FRONT_VARIABLES = ("QUIRE_MODELS", "QUIRE_KEEP_ALIVE")  # flags of the front: not for the models' servers
 
@@ -85,7 +84,7 @@ class ModelProcess:
         """Starts its process, which imports and then waits for `start`: it takes no memory for a model before."""
         self._began, entry = time.monotonic(), self.entry
         self.fault, self._lines = None, []
-        source = [] if entry.source == BUILTIN else [entry.source]
+        source = [] if entry.source == BUILTIN_MODEL else [entry.source]
         command = [sys.executable, "-m", "quire", "serve", *source, "--host", "127.0.0.1", "--port", "0"]
         command += ["--served-model-name", entry.name, *entry.aliases, *common, *entry.flags]
         environment = {name: value for name, value in os.environ.items() if name not in FRONT_VARIABLES}
@@ -313,7 +312,7 @@ class ModelSet:
             )
         need = await asyncio.to_thread(self.need, entry)  # it may read files
         with suppress(QuireError, OSError):  # of which its start will tell
-            model.task = await asyncio.to_thread(task_of, None if entry.source == BUILTIN else entry.source)
+            model.task = await asyncio.to_thread(task_of, entry.source)
         pinned = [other for other in self.models.values() if other.entry.pinned and other is not model]
         held = sum(other.took or self.need(other.entry) for other in pinned)
         if pinned and (held + need > self.memory or len(pinned) >= self.max_running):
@@ -383,7 +382,7 @@ def is_missing(source: str) -> bool:
 
 def _known_task(source: str) -> Task | None:
     """None of a model of the hub: its files would be fetched for it."""
-    if source == BUILTIN:
+    if source == BUILTIN_MODEL:
         return "generate"
     return task_of(source) if is_builtin_encoder(source) or Path(source).expanduser().exists() else None
 

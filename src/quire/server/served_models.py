@@ -22,7 +22,12 @@ from quire.server.errors import ApiError, Unavailable
 from quire.server.prompts import PromptMaker
 from quire.server.settings import ServerSettings
 from quire.weights.architectures import task_of
-from quire.weights.builtin import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
+from quire.weights.builtin import (
+    BUILTIN_ENCODER_NAME,
+    BUILTIN_ENCODER_NAMES,
+    BUILTIN_MODEL,
+    is_builtin_encoder,
+)
 
 if TYPE_CHECKING:
     from quire.fleet.replicas import ReplicaSet
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 OnProgress = Callable[[str, int, int], None]
-BUILTIN = "builtin"  # what --embedding-model calls it
 
 
 class ServedModel:
@@ -149,7 +153,9 @@ class ServedModels:
         self._settings = settings
         config = config or EngineConfig()
         self.config = config  # of the main one
-        wanted = [BUILTIN_ENCODER_NAME if name == BUILTIN else name for name in settings.embedding_models]
+        wanted = [
+            BUILTIN_ENCODER_NAME if name == BUILTIN_MODEL else name for name in settings.embedding_models
+        ]
         self.started_first = [main, *(self._beside(config, name) for name in dict.fromkeys(wanted))]
         self._lazy: list[ServedModel] = []
         if settings.embeddings and not self.knows(BUILTIN_ENCODER_NAME):

@@ -33,6 +33,7 @@ from quire.train.run_files import RunFiles
 from quire.train.settings import TrainSettings
 from quire.train.trainer import OnStep, Trainer
 from quire.train.zero import ShardedWeight, end_ranks, lost_peer, start_ranks
+from quire.weights.builtin import is_builtin
 from quire.weights.source import Source, open_source
 from quire.weights.wheel import Progress
 
@@ -174,7 +175,9 @@ def prepare(
         f"adapter   rank {settings.rank}, alpha {settings.alpha:g}, {len(parameters.pairs)} matrices, {trained:,} "
         f"parameters ({100 * trained / num_parameters:.2f} % of {num_parameters:,})"
     )
-    adapter = adapter_config(job.model or source.name, settings, parameters, config)
+    adapter = adapter_config(
+        source.name if job.model is None or is_builtin(job.model) else job.model, settings, parameters, config
+    )
     trainer = Trainer(
         model, settings, items, held_out, job.output, adapter, job.zero_stage, job.rank, job.world
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.core.config import Task
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.builtin import is_builtin_encoder
+from quire.weights.builtin import is_builtin, is_builtin_encoder
 from quire.weights.gguf_file import GgufFile
 from quire.weights.hub import snapshot_folder
 
@@ -227,7 +227,7 @@ def task_of(model: str | None, revision: str | None = None) -> Task:
 
     The small files of a hub model are downloaded for this. Raises WeightsError if the hub has no such model.
     """
-    if model is None or model in SHAPES:
+    if model is None or is_builtin(model) or model in SHAPES:
         return "generate"
     if model.lower().endswith(".gguf"):
         with suppress(ModelError, WeightsError, OSError):

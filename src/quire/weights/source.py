@@ -20,6 +20,7 @@ from quire.weights.builtin import (
     BUILTIN_NAME,
     builtin_encoder_folder,
     builtin_path,
+    is_builtin,
     is_builtin_encoder,
 )
 from quire.weights.folder import FolderSource, read_config, read_tokenizer_config
@@ -125,14 +126,14 @@ def open_source(
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> Source:
-    """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
-    looked for in this order; a hub id may have `hf.co/` in front and `:QUANT` behind (see hub.py).
+    """None and "builtin" are the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding
+    model or a hub id, looked for in this order; a hub id may have `hf.co/` in front and `:QUANT` behind (see hub.py).
     With `dummy` the name of a published architecture will do as well (see architectures.py).
 
     Reads no weights, but checks that files are present and complete: WeightsError or ModelError in one line if not.
     `progress` reports the download of the built-in models; the hub's library draws its own bars.
     """
-    if model is None:
+    if model is None or is_builtin(model):
         _refuse_dummy(load_format, "the built-in model")
         return GgufSource(builtin_path(progress), name=BUILTIN_NAME, fingerprint=BUILTIN.sha256)
     text = os.fspath(model)

@@ -24,7 +24,7 @@ from quire.models.loading import load
 from quire.models.model import Encoder
 from quire.models.weight_shape import weight_groups
 from quire.weights.architectures import ENCODERS, task_of
-from quire.weights.builtin import BUILTIN_ENCODER_NAME
+from quire.weights.builtin import BUILTIN_ENCODER_NAME, is_builtin
 from quire.weights.hyperparameters import read_labels, score_activation
 from quire.weights.sentence import SentenceFiles, has_sentence_files, read_sentence_files
 
@@ -42,7 +42,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
 def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Built[EncoderEngine]:
     """Without a model's name, the built-in encoder."""
     started = time.perf_counter()
-    options = replace(config.model, model=config.model.model or BUILTIN_ENCODER_NAME)
+    named = config.model.model
+    options = replace(
+        config.model, model=BUILTIN_ENCODER_NAME if named is None or is_builtin(named) else named
+    )
     plan = make_plan(replace(config, model=options), progress, "embed")
     precision, scheduler = plan.precision, config.scheduler
     model, files = _described(plan)
