@@ -94,7 +94,7 @@ def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_
         ),
         (
             ("--kv-cache-dtype", "fp8"),
-            "kv_cache_dtype='fp8' needs a GPU: choose int8 or float16 on a CPU",
+            "kv_cache_dtype='fp8' needs a GPU that has float8 (compute 8.9 or later): choose int8",
         ),
         (("--device", "cuda"), "no GPU here"),
         (("--system", "brief"), "--system needs a chat template: add --chat"),

@@ -8,7 +8,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.kernels import native
 from quire.quant import schemes
-from quire.quant.choice import choose_format
+from quire.quant.choice import check_float8, choose_format, has_float8
 from quire.quant.format import Matrix
 
 CPU = torch.device("cpu")
@@ -102,3 +102,18 @@ def test_auto_keeps_what_a_checkpoint_has_but_ggufs_blocks_with_amx(
 def test_formats_that_cannot_be_are_refused(device: str, wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         choose_format(device, **wrong)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_float8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_float8(torch.device("cuda")) == (capability >= (8, 9))
+    assert not has_float8(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("setting", ["quantization", "kv_cache_dtype"])
+def test_float8_on_a_gpu_that_is_not_here_is_refused_with_its_name(setting: str) -> None:
+    asked = {"quantization": "auto", "kv_cache_dtype": "auto", setting: "fp8"}
+    check_float8("H100", True, **asked)
+    with pytest.raises(ConfigError, match=rf"^A100: {setting}='fp8' needs a GPU .*8\.9.*choose"):
+        check_float8("A100", False, **asked)

@@ -27,7 +27,7 @@ from quire.models.expert_placement import experts_away, resident_experts
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.parallel.cut import cut_layers, cut_model
 from quire.parallel.group import Group
-from quire.quant.choice import NO_FLOAT8
+from quire.quant.choice import check_float8
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, free_host_bytes, pool_size
 from quire.weights.source import Source
 
@@ -270,8 +270,7 @@ def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: in
 
 def _precision(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
     """Resolved on torch's "meta" device for a GPU that is absent: neither has the CPU's own formats."""
-    if config.model.quantization == "fp8" and not device.float8:
-        raise ConfigError(f"{device.name}: {NO_FLOAT8}")
+    check_float8(device.name, device.float8, config.model.quantization, config.memory.kv_cache_dtype)
     runner = replace(config.runner, device="meta" if device.on_gpu else "cpu")
     return resolve_precision(replace(config, runner=runner), model)
 

@@ -25,6 +25,7 @@ LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this
 }
 
 NO_FLOAT8 = "quantization='fp8' needs a GPU with float8 matrix units (compute 8.9 or later): choose none"
+NO_FLOAT8_KV = "kv_cache_dtype='fp8' needs a GPU that has float8 (compute 8.9 or later): choose int8"
 
 
 def choose_format(
@@ -71,8 +72,22 @@ def choose_format(
     return LowBit(quantization, LOW_BIT[quantization], activations, device, exact)
 
 
+def check_float8(gpu: str, has_units: bool, quantization: str, kv_cache_dtype: str) -> None:
+    """ConfigError where a GPU that is not here has no float8 and a setting asks for it."""
+    for value, refusal in ((quantization, NO_FLOAT8), (kv_cache_dtype, NO_FLOAT8_KV)):
+        if value == "fp8" and not has_units:
+            raise ConfigError(f"{gpu}: {refusal}")
+
+
+def has_float8(device: torch.device) -> bool:
+    """ "meta" stands for a GPU that is not here, which `check_float8` has checked."""
+    return device.type == "meta" or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
 def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:
-    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
+    if not has_float8(device):
         raise ConfigError(NO_FLOAT8)
     if deterministic:
         raise ConfigError("quantization='fp8' has no deterministic GEMMs: leave out one of the two")

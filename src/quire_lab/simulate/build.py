@@ -33,7 +33,7 @@ from quire.memory.cross import CrossMemory
 from quire.memory.paged import PagedMemory
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire.quant.choice import NO_FLOAT8
+from quire.quant.choice import check_float8
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, pool_size
 from quire.scheduler.preemption import Preemption
 from quire.weights.architectures import SHAPES
@@ -157,8 +157,7 @@ def simulated_parts(
     """ConfigError where the device is not known, or where the model does not fit it."""
     device = find_device(config.runner.device)
     check_simulated(config)
-    if config.model.quantization == "fp8" and not device.float8:
-        raise ConfigError(f"{device.title}: {NO_FLOAT8}")
+    check_float8(device.title, device.float8, config.model.quantization, config.memory.kv_cache_dtype)
     # "meta" stands for a GPU: number formats of the CPU alone do not apply
     here = replace(config.runner, device="meta" if device.on_gpu else "cpu")
     precision = resolve_precision(replace(config, runner=here), model)

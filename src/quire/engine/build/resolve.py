@@ -23,7 +23,7 @@ from quire.kernels.sm_share import enter
 from quire.layers.factory import RankPart
 from quire.models import registry
 from quire.observe.host import machine_number
-from quire.quant.choice import choose_format
+from quire.quant.choice import NO_FLOAT8_KV, choose_format, has_float8
 from quire.quant.format import NumberFormat
 from quire.weights.hyperparameters import first_token_id, token_ids
 from quire.weights.source import Source, open_source
@@ -131,8 +131,8 @@ def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
     )
     kv_dtype = config.memory.kv_cache_dtype
     if kv_dtype == "fp8":
-        if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype='fp8' needs a GPU: choose int8 or float16 on a CPU")
+        if not has_float8(device):
+            raise ConfigError(NO_FLOAT8_KV)
         kv_dtype = "float8_e4m3fn"
     if kv_dtype == "auto":  # half precision costs int8 nothing in quality and halves what attention reads
         activations = str(number_format.activation_dtype).removeprefix("torch.")
