@@ -1,6 +1,8 @@
 """Bad input from the outside: one clear line that names the value and the remedy, a code that is not 0."""
 
+import fcntl
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -59,6 +61,17 @@ def test_a_prompt_in_the_models_place_is_told_its_own(run):
 def test_a_file_of_models_with_a_wrong_type_is_one_line(content, said, run, tmp_path):
     (tmp_path / "models.yaml").write_text(f"{content}\n")
     assert said in run("serve", "--models", tmp_path / "models.yaml").error
+
+
+def test_a_data_folder_of_another_server_is_refused_before_the_model_is_loaded(run, tmp_path):
+    """The model does not exist, and is never looked for."""
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        error = run("serve", "--data-dir", tmp_path, "--port", "0", tmp_path / "nowhere.gguf").error
+        assert f"--data-dir {tmp_path} is in use by another server: give each server a folder" in error
+    finally:
+        os.close(lock)
 
 
 def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_path):

@@ -22,6 +22,7 @@ from quire.observe.logs import ROOT, get_logger
 from quire.server.app import create_app
 from quire.server.connection import KEEP_ALIVE_SECONDS, BoundedHttpProtocol
 from quire.server.errors import Unavailable
+from quire.server.retrieval import check_folder
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 
@@ -34,6 +35,7 @@ HANG_SECONDS = 10  # beyond all other limits at shutdown; then the process ends 
 
 def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = False) -> None:
     """Serves until SIGTERM or SIGINT. Raises what makes serving impossible, before or while the engine starts."""
+    check_folder(settings)
     listener = bind(settings)
     adopt_logs()
     allow_open_files()

@@ -1,6 +1,8 @@
 """Files, vector stores and file search of a server. `LazyRetrieval` loads what they need when it is first needed."""
 
 import asyncio
+import fcntl
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +16,7 @@ from quire.server.errors import ApiError
 if TYPE_CHECKING:
     from quire.server.retrieval.endpoints import Endpoints
     from quire.server.service import Service
+    from quire.server.settings import ServerSettings
 
 log = get_logger(__name__)
 DATABASE = "quire.db"
@@ -36,6 +39,31 @@ def adapters_folder(data_dir: str | None, model: str | None) -> Path:
     folder = data_folder(data_dir) / "adapters" / (model or "builtin").rstrip("/").rpartition("/")[2]
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def lock_of(folder: Path) -> int:
+    """A file descriptor that keeps the folder for this process; ConfigError where another server has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--data-dir {folder}: cannot be written ({error.strerror}): give another folder, or none"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(
+            f"--data-dir {folder} is in use by another server: give each server a folder of its own"
+        ) from None
+    return lock
+
+
+def check_folder(settings: "ServerSettings") -> None:
+    """ConfigError if a flag names a folder that cannot be used, before a model is loaded in vain."""
+    if settings.keeps_files and settings.data_dir is not None:
+        os.close(lock_of(data_folder(settings.data_dir)))
 
 
 class LazyRetrieval:

@@ -1,7 +1,6 @@
 """Retrieval: an open data folder, with the workers that run over it and the searches of its stores."""
 
 import asyncio
-import fcntl
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy
 
-from quire.core.errors import ConfigError, EngineDead, QueueFull, QuireError
+from quire.core.errors import EngineDead, QueueFull, QuireError
 from quire.core.request import EmbedRequest
 from quire.rag.database import RagDatabase
 from quire.rag.files import FileStore
@@ -21,7 +20,7 @@ from quire.rag.qdrant_server import StoreUnreachable
 from quire.rag.stores import StorePassage, VectorStore, VectorStores
 from quire.server.encoder_requests import all_pooled, new_id, token_ids
 from quire.server.errors import ApiError, Unavailable
-from quire.server.retrieval import DATABASE
+from quire.server.retrieval import DATABASE, lock_of
 from quire.server.retrieval.search import SearchOptions, reranked
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
@@ -98,21 +97,9 @@ class Retrieval:
 
 
 def _opened(service: Service, folder: Path) -> Retrieval:
+    lock = lock_of(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"--data-dir {folder}: cannot be written ({error.strerror}): give another folder, or none"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return Retrieval(service, folder, lock)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(
-            f"--data-dir {folder} is in use by another server: give each server a folder of its own"
-        ) from None
     except BaseException:
         os.close(lock)
         raise
