@@ -49,6 +49,10 @@ class Stub:
                 self.bodies.append(body)
                 if self.chunks[0] is None:
                     return
+                if self.chunks[0] == b"silence":  # not even a head
+                    await reader.read()
+                    self.gone.set()
+                    return
                 writer.write(f"HTTP/1.1 {self.status}\r\ncontent-type: {self.kind}\r\n".encode())
                 writer.write(b"x-own: kept\r\ntransfer-encoding: chunked\r\n\r\n")
                 for chunk in self.chunks:
@@ -275,6 +279,44 @@ def test_a_refusal_that_does_not_end_holds_no_request_up():
     with_stubs(full, good, use=use, policy="round-robin")
 
 
+def test_a_server_that_answers_only_its_health_loses_its_requests_to_another() -> None:
+    silent, good = Stub(b"silence"), Stub(b"a", b"b")
+
+    async def use(_app: RouterApp, servers: Servers) -> None:
+        app = RouterApp(servers, timeout=0.3)
+        asked = Asked(app, prompt("x"))
+        await asked.done
+        assert (asked.status, b"".join(asked.pieces)) == (200, b"ab")
+        await silent.gone.wait()  # nothing is left open there
+        assert servers.described()[0]["failures"] == 1
+        servers.servers[1].failed("stopped")
+        await servers.servers[0].look()
+        refused = Asked(app, prompt("x"))
+        await refused.done
+        assert refused.status == 503
+        assert b"no answer to a request within 0.3 s" in refused.pieces[0]
+
+    with_stubs(silent, good, use=use, policy="round-robin")
+
+
+def test_an_answer_that_has_begun_in_time_may_take_longer() -> None:
+    async def run() -> None:
+        async with Stub(b"first", b"wait", kind="text/event-stream") as slow:
+            servers = Servers([slow.url])
+            await servers.start()
+            try:
+                asked = Asked(RouterApp(servers, timeout=0.2), prompt("x"))
+                await asyncio.sleep(0.6)
+                assert not asked.done.done()
+                assert asked.pieces == [b"first"]
+                asked.leave.set()
+                await asked.done
+            finally:
+                await servers.close()
+
+    asyncio.run(run())
+
+
 def test_a_length_beside_chunks_is_not_passed_on():
     async def use(app: RouterApp, servers: Servers) -> None:
         asked = Asked(app, prompt("x"))
@@ -410,6 +452,8 @@ def test_bad_addresses_and_ports_are_one_line(capsys):
         Servers(["http://a:1", "a:1/v1"][:1] * 2)
     assert main(["route", "http://a:1", "--policy", "best"]) == 2
     assert "the routing policy 'best' is not known" in capsys.readouterr().err
+    assert main(["route", "http://a:1", "--request-timeout", "0"]) == 2
+    assert "--request-timeout is 0: give seconds above 0" in capsys.readouterr().err
     assert main(["route", "ftp://a:1"]) == 2
     assert "'ftp://a:1' is no address" in capsys.readouterr().err
     with socket.socket() as taken:

@@ -10,7 +10,7 @@ import uvicorn
 from quire.cli.parser import Parser
 from quire.core.errors import ConfigError
 from quire.fleet.policies import DEFAULT, POLICIES
-from quire.fleet.proxy import RouterApp
+from quire.fleet.proxy import REQUEST_TIMEOUT, RouterApp
 from quire.fleet.servers import CACHE_TOKENS, Servers
 from quire.observe import logs
 from quire.observe.heap import freeze_heap
@@ -38,10 +38,20 @@ def add_arguments(parser: Parser) -> None:
         help="size of a server's prefix cache in tokens, so that prefixes are spread while there is room (default: not "
         f"known; {CACHE_TOKENS} are kept in mind, and answers that count cached tokens correct it)",
     )
+    parser.add_argument(
+        "--request-timeout",
+        type=float,
+        default=REQUEST_TIMEOUT,
+        metavar="SECONDS",
+        help="time in which an answer must begin; then the request goes to another server "
+        f"(default: {REQUEST_TIMEOUT:g})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     logs.configure()
+    if not 0 < arguments.request_timeout < float("inf"):
+        raise ConfigError(f"--request-timeout is {arguments.request_timeout:g}: give seconds above 0")
     if arguments.cache_tokens is not None and arguments.cache_tokens < 1:
         raise ConfigError(f"--cache-tokens is {arguments.cache_tokens}: give 1 or more")
     urls = [*arguments.urls, *arguments.decode]
@@ -50,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     servers = Servers(urls, arguments.policy, arguments.cache_tokens, arguments.prefill)
     listener = bind(ServerSettings(host=arguments.host, port=arguments.port))
     config = uvicorn.Config(
-        RouterApp(servers),  # type: ignore[arg-type]
+        RouterApp(servers, arguments.request_timeout),  # type: ignore[arg-type]
         http=RouterProtocol, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
         date_header=False,  # the server that answers has one
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

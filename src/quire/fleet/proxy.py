@@ -1,5 +1,6 @@
 """RouterApp: an ASGI application that passes requests on to servers and their answers back, as they come."""
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import msgspec
 
 from quire.core import stats
 from quire.fleet.prefixes import Prefix
-from quire.fleet.servers import Servers, prefix_of_body, prompt_only
+from quire.fleet.servers import Server, Servers, prefix_of_body, prompt_only
 from quire.link.http_client import ConnectionLost
 from quire.link.http_proxy import (
     MAX_BODY_BYTES,
@@ -24,6 +25,7 @@ from quire.link.http_proxy import (
 )
 
 RETRY_SECONDS = 2
+REQUEST_TIMEOUT = 1800.0  # until an answer begins; one that is not streamed begins with its last token
 GENERATING = ("/completions", "/messages")  # paths whose requests have a prompt and max_tokens
 SERVER_UP = stats.Metric("gauge", "server_up", "Whether the server answers.")
 TRY_ANOTHER = frozenset({429, 502, 503})  # a server that is full or ends; another one may take the request
@@ -32,8 +34,10 @@ TRY_ANOTHER = frozenset({429, 502, 503})  # a server that is full or ends; anoth
 class RouterApp:
     """`/health`, `/servers` and `/metrics` are the router's own; everything else goes to a server."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, timeout: float = REQUEST_TIMEOUT) -> None:
+        """`timeout`: seconds in which an answer must begin."""
         self._servers = servers
+        self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,16 +72,19 @@ class RouterApp:
             request_id = servers.sent(prefix, number)
             reply = Reply(send, on_begin=partial(servers.router.first_token, request_id))
             try:
-                async with server.client.send(method, target, body or None, head) as response:
+                async with (
+                    asyncio.timeout(self._timeout) as limit,
+                    server.client.send(method, target, body or None, head) as response,
+                ):
+                    limit.reschedule(None)
                     if response.status in TRY_ANOTHER and not is_last:
                         continue  # without its body, which may never end
                     usage = await reply.pass_back(response)
                     if usage:
                         servers.counted(request_id, number, prefix, usage, handed_over)
                     return
-            except ConnectionLost as fault:
-                server.failed(str(fault))
-                last = f"{server.url}: {fault}"
+            except (ConnectionLost, TimeoutError) as fault:
+                last = f"{server.url}: {self._failed(server, fault)}"
                 if reply.has_begun:
                     await reply.break_off(last)
                     return
@@ -96,14 +103,23 @@ class RouterApp:
             return False
         server, request_id = servers.servers[helpers[0]], servers.sent(prefix, helpers[0])
         try:
-            async with server.client.send("POST", target, prompt, head) as response:
+            async with (
+                asyncio.timeout(self._timeout),
+                server.client.send("POST", target, prompt, head) as response,
+            ):
                 await response.read()
                 return response.status == 200
-        except ConnectionLost as fault:
-            server.failed(str(fault))
+        except (ConnectionLost, TimeoutError) as fault:
+            self._failed(server, fault)
             return False
         finally:
             servers.router.ended(request_id)
+
+    def _failed(self, server: Server, fault: Exception) -> str:
+        """Notes the fault; why the server gets no requests until it answers again."""
+        why = str(fault) or f"no answer to a request within {self._timeout:g} s"
+        server.failed(why)
+        return why
 
     # ------------------------------------------------------------------ the router's own endpoints
 
