@@ -13,6 +13,7 @@ FILES = {
     "azure": "azure2023/AzureLLMInferenceTrace_conv.csv",
     "mooncake": "mooncake/conversation_trace.jsonl",
     "xquad": "xquad/xquad.en.json",
+    "mtbench": "mtbench/question.jsonl",
 }
 USUAL_FOLDERS = ("data", "shared/data", "../shared/data")  # from the working folder
 
@@ -55,6 +56,13 @@ class DataFolder:
             return []
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         return [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
+
+    def questions(self) -> list[str]:
+        """The first questions of MT-bench's conversations; none where the folder does not have them."""
+        path = self.path("mtbench")
+        if path is None:
+            return []
+        return [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
     def lengths(self, name: str, count: int, seed: int) -> SampledLengths:
         """`count` requests like ShareGPT's or Alpaca's."""
